@@ -75,6 +75,7 @@ POSITIVES = {
     "id": "all keys of a query's id",
 }
 OF_ROWS = "one other row, which `labels` names; without labels row i + M/2 of row i"
+OTHER_ROWS = "all other rows of a row's id"
 WHEN_KNOWN = {
     "before": "computed in forward, pair by pair",
     "row": "computed in backward, from statistics of queries",
@@ -189,19 +190,25 @@ def section(spec: LossSpec) -> str:
     traits, formulas = derivation.traits, latex_of(derivation)
     shown = (text for name, text in formulas.items() if name not in ("dq", "dk", "dscale", "dbias"))
     source = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", spec.source)
-    kinds = {"logsumexp": "log-sum-exp"}
+    kinds = {
+        "logsumexp": "log-sum-exp of each {}",
+        "mean_over_positives": "mean logit of each {}'s positives, and their number",
+        "logsumexp_over_positives": "log-sum-exp of each {}'s positives, and their number",
+    }
     reduced = [
-        f"{kinds[kind]} of each {side}"
+        kinds[kind].format(side)
         for side, found in (("query", traits.query_statistics), ("key", traits.key_statistics))
         for kind in found
     ]
     keys = "as many as queries" if traits.paired else "any number"
     planned = plans(spec)
     by_rows = any(plan.strategy == "rows" for plan in planned)
+    of_rows = OF_ROWS if traits.labels else OTHER_ROWS
+    ids = "`query_ids`" if traits.triangle else "`query_ids`, `key_ids`"
     lines = [
-        ("positives", OF_ROWS if traits.triangle else POSITIVES[traits.positives]),
+        ("positives", of_rows if traits.triangle else POSITIVES[traits.positives]),
         ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
-        ("ids", "`query_ids`, `key_ids`" if traits.ids else "none"),
+        ("ids", ids if traits.ids else "none"),
         *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
         ("statistics", ", ".join(reduced) or "none"),
         ("gradients", FROM_ROWS if traits.triangle else BY_ROWS if by_rows else WHEN_KNOWN[traits.known]),

@@ -92,6 +92,23 @@ def test_kernels_of_a_triangle(loss: str, dim: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("loss", "dim"),
+    [("supcon_out", 96), ("supcon_in", 40), ("supcon_in", 768), ("infonce_out", 768), ("infonce_in", 96)],
+)
+def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path) -> None:
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
+    kernels = ("forward", "forward_wide", "merge_positives", "combine", "gradient")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
+@pytest.mark.parametrize("loss", ["supcon_in", "infonce_out"])
+def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
+    how = {"dtype": "fp32", "precision": "exact", "device_profile": "h200"}
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=96, **how)
+    check(resources(package, "sm_90", "forward", "gradient"), package, "sm_90", "forward", "gradient")
+
+
+@pytest.mark.parametrize(
     ("kernel", "target", "dim", "version", "spill"),
     [
         ("forward_wide", "sm_90", 128, "3.6.0", 16),

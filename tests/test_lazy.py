@@ -144,7 +144,11 @@ def test_a_module_is_refused_where_it_is_made() -> None:
             "clp",
         ),
         (infcl_gen.InputError, r"^loss: no Python file '.*own\.py'$", "own.py:own"),
-        (infcl_gen.InputError, "^loss bad: .*write logsumexp_over_keys", LossSpec("bad", language.mean_over_queries(row))),
+        (
+            infcl_gen.InputError,
+            "^loss bad: .*write logsumexp_over_keys",
+            LossSpec("bad", language.mean_over_queries(row)),
+        ),
         (infcl_gen.InputError, r"^loss: '\{clip' must be a name or FILE\.py:NAME", "{clip"),
         (infcl_gen.InputError, r"^loss: expected text, got \[1\]$", [1]),
     ):

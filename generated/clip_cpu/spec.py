@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "0f53dd5628c9642b60a32321f64ae262833ddc8cabb8b318466f3bfb571aaa1b",
+    "digest": "11184ffd2d7173d4efd6f337a4326314c41e8cddf9765c6497b5cea289e77e37",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "de0dc863393f478cd374f5dc799e04fed54e9221ca17361370a00df15188ea3e",
+    "digest": "f6885656b8de1db1557b57f149caae88e78ca4c63ab41ca5949558d6c1873f08",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

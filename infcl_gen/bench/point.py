@@ -188,7 +188,7 @@ def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -
 def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any = None, bias: Any = None) -> Step:
     """A forward and backward of a package, which returns (loss, dq, dk, dscale); `autocast` is a dtype or None."""
     labels = None
-    if k is None and len(q) % 2:  # without labels rows are pairs
+    if k is None and len(q) % 2 and module.SPEC["positives"] == "label":  # without labels rows are pairs
         labels = torch.arange(len(q), device=q.device).roll(len(q) // 2)
     elif k is not None and module.SPEC["positives"] == "label" and len(q) > len(k):
         labels = torch.arange(len(q), device=q.device) % len(k)
@@ -210,7 +210,9 @@ def own_keywords(classes: Sequence[str], vectors: Sequence[str], q: Any, k: Any,
 
 
 def own_ids(q: Any, k: Any, first: int = 0) -> dict[str, Any]:
-    """Ids by which key i belongs to query i; `first`: of this rank's rows."""
+    """Ids by which key i belongs to query i, or without k each row to its neighbour; `first`: of this rank's rows."""
+    if k is None:
+        return {"query_ids": torch.arange(first, first + len(q), device=q.device) // 2}
     names = {"query_ids": q, "key_ids": k}
     return {name: torch.arange(first, first + len(x), device=x.device) for name, x in names.items()}
 

@@ -59,6 +59,10 @@ _IDS_OF_ROWS = "ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, 
 _LEGEND_OF_TRIANGLE = """\
 triangle            k is q on the rank's own rows: z_ij = z_ji is computed once, counts for both rows, and i != j.
                         DIAGONAL: rows and columns of a panel are the same"""
+_LEGENDS_OF_POSITIVES = (
+    "p_i                 mean of y over the n_i positives of row i, which are of its id",
+    "p_i                 log-sum-exp over the positives of row i, which are of its id, as r_i; n_i is their number",
+)
 _BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float("-inf"), 0.0)'
 _BELOW_OF_SIDES = f"""{_BELOW}
 of_rows = tl.where(out_of_rows, float("-inf"), below)
@@ -116,7 +120,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
         "part_widths": part_widths if is_fused or keeps_keys else ABSENT,  # of descriptors
-        "key_lanes": forward.key_lanes(blocks["forward"], profile),
+        "key_lanes": forward.key_lanes(blocks["forward"], plan, profile),
         "query_share": derivation.query_share * unit,
         # The derived mathematics.
         "slope": triton_code(derivation.slope),  # of the logit in z, in `scale`
@@ -140,6 +144,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         **_header_context(plan),
         **_class_context(plan),
         **_combined_context(plan, derivation),
+        **_several_context(plan),
         **_sides_of_positives(plan),
         "sums_slopes": plan.traits.sums_slopes,
         "dscale_rest": triton_code(derivation.dscale_rest),
@@ -186,7 +191,8 @@ def _header_context(plan: Plan) -> dict[str, Any]:
         "about_flags": "A program writes its own flag, always, so flags need no clearing.",
         "range": f"range_{kind}",
         "helpers": "helpers_of_sums",
-        "lowest": _LOWEST if traits.masked or traits.triangle else ABSENT,
+        "lowest": _LOWEST if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
+        "legend_of_positives": _LEGENDS_OF_POSITIVES[traits.softmax_of_positives] if traits.several else ABSENT,
         "sampled": not plan.exact,
         "references": f"references_{kind}",
     }
@@ -201,7 +207,7 @@ def _class_context(plan: Plan) -> dict[str, Any]:
         "ids": ids,
         "ids_of_rows": _IDS_OF_ROWS if ids else ABSENT,
         "masked": plan.traits.masked,
-        "in_sums": not plan.traits.without_positives,
+        "in_sums": placed and not plan.traits.without_positives,
         "which_are_left_out": left_out(
             plan.traits.classes, "same_id", "is_positive", "(is_positive == 0)", " & ", " | "
         ),
@@ -348,12 +354,98 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     }
 
 
+def _several_context(plan: Plan) -> dict[str, Any]:
+    """What the kernels of a loss with a statistic of any number of positives read."""
+    several, softmax, triangle, both = (
+        plan.traits.several, plan.traits.softmax_of_positives, plan.traits.triangle, plan.both_axes,
+    )  # fmt: skip
+    means = {
+        "key_shares_of_positives": "of_keys = tl.load(key_sum_of_positives + visiting_keys)",
+        "merged_positives": f"merge_sums(block, part_positives, sum_of_positives, {_MERGED})",
+        "about_left": "becomes what g of each positive has by it, b_i / n_i",
+        "y_of_positives": "of_positives.to(tl.float64) / positives_of_query * slope",
+        "left_of_positives": _LEFT_OF_MEANS,
+    }
+    shares = {
+        "key_shares_of_positives": _SHARES_OF_KEYS,
+        "merged_positives": f"merge_rows(block, {_TOTALS},\n           {_MERGED})",
+        "about_left": "becomes the sum over b_i, too",
+        "y_of_positives": "log2_of(exponent_of_sum, of_positives)",
+        "left_of_positives": _LEFT_OF_SHARES,
+    }
+    of_columns = {
+        "column_numbers": "column_found += tl.sum(found, axis=0)",
+        "column_sums_of_positives": "column_positives += tl.sum(of_positives, axis=0)",
+    }
+    of_rows_and_columns = {
+        "positives_above_diagonal": "if DIAGONAL:\n    same_id = same_id & (rows[:, None] < columns[None, :])",
+        "none_of_a_row_and_itself": "if DIAGONAL:\n    value = tl.where(rows[:, None] == columns[None, :], 0.0, value)",
+    }
+    of_exponents = {
+        "no_exponents_below": _STORED_EXPONENTS.format(
+            "row", "key_block * rows", "rows", "nothing + LOWEST", "queries"
+        ),
+        "exponents_of_positives": _EXPONENT_OF_SUM,
+    }
+    of_column_exponents = {
+        "no_exact_column_exponents": 'column_positives_exponent = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)',
+        "stored_column_exponents": _STORED_EXPONENTS.format(
+            "key", "number * keys", "columns", "column_positives_exponent", "keys"
+        ),
+        "least_of_column_positives": _LEAST_OF_COLUMNS,
+        "shares_of_keys": "of_positives += tl.exp2(tl.fma(z, slope, -positives_e[None, :])) * positives_b[None, :]",
+    }
+    found = shares if softmax else means
+    wanted = (
+        (of_columns, both), (of_rows_and_columns, triangle), (of_exponents, softmax),
+        (of_column_exponents, softmax and both), (found, several),
+    )  # fmt: skip
+    texts = {name: text if used else ABSENT for group, used in wanted for name, text in group.items()}
+    return texts | {
+        "several": several,
+        "about_g_of_positives": _ABOUT_G_OF_POSITIVES[several + (several and not triangle)],
+        "absent": ABSENT,
+        "noted_positives": plan.traits.placed and not triangle,
+        "without_ids": plan.traits.ids and not several,
+        "columns_have_positives": several and both,
+        "sums_of_positives": "shares_of_positives" if softmax else "sums_of_positives",
+        "own_sums_of_positives": "own_shares_of_positives" if softmax else "sums_of_positives",
+        "gradient_of_positives": "gradient_of_shares" if softmax else "gradient_of_means",
+        "plus_that_of_keys": " + of_keys[None, :]" * both,
+        "key_shares_of_positives": texts["key_shares_of_positives"] if both else ABSENT,
+    }
+
+
+_MERGED = "rows, parts, part_stride, written"
+_TOTALS = "part_positives_exponent, part_positives, exponent_of_positives, sum_of_positives"
+_ABOUT_G_OF_POSITIVES = (
+    "Positives get the g of a negative; `gradient_positives`\n    follows.",
+    "Positives are told by their ids,\n    and a row and itself has no g.",
+    "Positives are told by their ids.\n   ",
+)
+_SHARES_OF_KEYS = """\
+positives_e = tl.load(key_exponent_of_positives + visiting_keys)
+positives_b = KEY_SHARE / tl.load(key_sum_of_positives + visiting_keys)"""
+_EXPONENT_OF_SUM = "exponent_of_sum = tl.load(exponent_of_positives + i, mask=i < queries, other=0.0)"
+_STORED_EXPONENTS = "tl.store({0}_positives_exponent + {1}_stride + {2},\n         {3}, mask={2} < {4})"
+_LEAST_OF_COLUMNS = """\
+least = min(least, tl.min(tl.where(column_found > 0.0, column_positives, 1.0)))
+column_positives_exponent = tl.where(column_found > 0.0, tl.zeros_like(column_found) + shared, LOWEST)"""
+_LEFT_OF_MEANS = (
+    "tl.store(sum_of_positives + i, (positive_slope / positives_of_query).to(tl.float32), mask=i < queries)"
+)
+_LEFT_OF_SHARES = """\
+of_positives = tl.where(found, of_positives / positive_slope, float("inf"))  # of no positives all shares are 0
+    tl.store(sum_of_positives + i, of_positives.to(tl.float32), mask=i < queries)
+    tl.store(exponent_of_positives + i, tl.where(found, exponent_of_sum, 2.0**127), mask=i < queries)"""
+
+
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
     at_once = plan.traits.at_once
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
-    lanes, wide_rows = forward.key_lanes(blocks["forward"], profile), profile.architecture.recomputed_rows
+    lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     found: list[tuple[str, float, str, bool]] = [
         ("DIM", plan.dim, "", True),
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),

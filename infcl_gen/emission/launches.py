@@ -19,6 +19,9 @@ _ALL = {
     "key_positive_g": "block.key_positive[0]", "kept_z": "positive[4]", "key_kept_z": "block.key_positive[4]",
     "DIAGONAL": "block.diagonal", "summed_keys": "n if block.own else 0",
     "first_positive": "block.positives", "first_key": "block.first_key",
+    "sum_of_positives": "block.positive[0]", "number_of_positives": "block.positive[1]",
+    "exponent_of_positives": "block.positive[4]",
+    "key_sum_of_positives": "block.key_positive[0]", "key_exponent_of_positives": "block.key_positive[4]",
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
     "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
@@ -32,6 +35,10 @@ _ALL |= {f"positive_{x}": f"positive[{i}]" for i, x in enumerate(("z", "row_refe
 
 _PARTS = {
     f"{side}_{x}": f"scratch.{side}_parts[{i}]" for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
+}
+_OF_POSITIVES = ("number", "positives", "positives_exponent")
+_PARTS |= {
+    f"{side}_{x}": f"scratch.{side}_positives[{i}]" for side in ("row", "key") for i, x in enumerate(_OF_POSITIVES)
 }
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
@@ -61,6 +68,10 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "keys_written": "0 if fresh_keys and row0 == 0 else n",
         "query_exponent": "part.queries.exponent", "query_mantissa": "part.queries.mantissa",
         "key_totals_exponent": "part.keys.exponent", "key_totals_mantissa": "part.keys.mantissa",
+    }),
+    "merge_positives": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
+        **{f"part_{x}": f"partial[{i}]" for i, x in enumerate(_OF_POSITIVES)}, "part_stride": "partial[0].stride(0)",
+        "sum_of_positives": "positive[0]", "number_of_positives": "positive[1]", "exponent_of_positives": "positive[4]",
     }),
     "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)"}),
     "loss_terms": ("(parts,)", {

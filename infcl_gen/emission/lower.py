@@ -40,7 +40,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
-        kind = "_combined" if plan.traits.combined else pairs
+        kind = "_several" if plan.traits.several else "_combined" if plan.traits.combined else pairs
         names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
         return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], names)]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
@@ -118,7 +118,7 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
         launched = plan.blocks[kernel.block] if kernel.block else kernel
         warps, stages = launched.warps, launched.stages
         if kernel.wide:
-            warps, stages = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], profile), 2
+            warps, stages = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], plan, profile), 2
         found[kernel.name] = {"warps": warps, "stages": stages}
     return found
 
@@ -167,7 +167,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "ids": traits.ids,
         "placed": traits.placed,
         "compared": traits.sides[1],
-        "import_math": "import math" if traits.masked or traits.triangle else ABSENT,
+        "import_math": "import math" if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
         "sums_of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",
         **_torch_vectors(traits),
@@ -178,6 +178,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),
+        **(_torch_several(traits, x2_of_strip.replace("[strip]", "[rows]")) if traits.several else {}),
         "sums_slopes": traits.sums_slopes,
         "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
@@ -198,7 +199,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
-    "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])",
+    "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""
@@ -246,6 +247,55 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "kept_z": "positive[4, rows] = positive[0, rows]" if triangle else ABSENT,
         **_torch_sides(traits),
         "weighted_mantissa": "(mantissa[rows] / weight)" + ".masked_fill(nothing, torch.inf)" * without,
+    }
+
+
+_SECOND_SUMS = "sum_i g_ij q_i to dk (n, D); one of them may be None, and is not computed"
+_MEANS_LEFT = "positive[0, rows] = slope / n"
+_SOFTMAX_LEFT = """\
+positive[0, rows] = (positive[0, rows] / slope).masked_fill(~found, torch.inf)
+positive[4, rows] = positive[4, rows].masked_fill(~found, torch.finfo(STATISTICS_DTYPE).max)"""
+
+
+def _torch_several(traits: Traits, x2: str) -> dict[str, Any]:
+    """What the sweeps have of any number of positives; `x2` is a strip's."""
+    triangle, softmax = traits.triangle, traits.softmax_of_positives
+    own = "positive[0][:, None]"
+    if softmax:
+        of_sides = [
+            f"(x2 - strip.{side}positive[4]{at}).exp2_().div_(strip.{side}positive[0]{at})"
+            for side, at in [("", "[:, None]"), ("key_", "")][: 1 + triangle]
+        ]
+        shares = f"shares = {of_sides[0]}" + "".join(f"\nshares += {each}" for each in of_sides[1:])
+        merged = "add_(Statistics(positive[4], positive[0]), e, e, axis)"
+    else:
+        of_both = f"strip.{own} + strip.key_positive[0]"
+        shares = f"shares = {of_both if triangle else f'strip.{own}.expand(others.shape).clone()'}"
+        merged = "positive[0] += e.sum(axis)"
+    return {
+        "triangle": triangle,
+        "first_key": "i if block.own else 0" if triangle else "0",
+        "about_p": "log-sum-exp" if softmax else "mean logit",
+        "about_parts": "sum, number, and of a log-sum-exp exponent; then what `combine` leaves.",
+        "about_left": "the mantissa of positives over b_i" if softmax else "g of each positive, b_i / n_i",
+        "positive_of_axis": "block.positive if axis else block.key_positive" if triangle else "block.positive",
+        "without_itself": "if block.diagonal:\n    same_id.diagonal(first).fill_(False)" if triangle else ABSENT,
+        "counted": "rows if axis else slice(None)" if triangle else "rows",
+        "nothing": "-math.inf" if softmax else "0.0",
+        "merged_positives": merged,
+        "p_of_rows": "log(Statistics(positive[4], positive[0]), rows)"
+        if softmax
+        else "positive[0, rows] / (LOG2E * n)",
+        "left_of_positives": _SOFTMAX_LEFT if softmax else _MEANS_LEFT,
+        "or_none": "" if triangle else " | None",
+        "dk_type": "None" if triangle else "Tensor | None",
+        "of_sides": "both sides'" if triangle else "queries'",
+        "second_sums": "of own rows above the diagonal sum_i g_ij q_i to dq_j" if triangle else _SECOND_SUMS,
+        "gradient_of_pair": "M * (dL/dx_ij + dL/dx_ji)" if triangle else "M * dL/dx",
+        "arrives": "behind the first work" if triangle else "before `dk` is touched",
+        "z_after_shares": "is overwritten" if traits.affine else "stays",
+        "x2_of_rows": x2,
+        "shares_of_positives": shares,
     }
 
 

@@ -48,7 +48,17 @@ def schedule_context(
         "strip_blocks": True,
     }
     words = ", ".join(word for word, used in imports.items() if used)
-    pieces = {"ratios": ratios, "halves": plan.split, "triangle": triangle}
+    pieces = {"ratios": ratios, "halves": plan.split, "triangle": triangle, "several": plan.traits.several}
+    of_several = {
+        "noted_positives": ABSENT if triangle else _POSITIVES_OF_PART,
+        "positives_of_panel": ABSENT,
+        "positives_of_rows": _POSITIVES_OF_ROWS,
+        "positives_of_columns": _POSITIVES_OF_COLUMNS,
+    }
+    placed = dict.fromkeys(of_several, ABSENT) | {
+        "noted_positives": "_positives(part, scratch)",
+        "positives_of_panel": "_gradient_positives(block, g)",
+    }
     flagged = "gradient_wide" in options and not plan.rows
     backward_buffers = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
     return {
@@ -59,6 +69,7 @@ def schedule_context(
         else ABSENT,
         "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
         "placed": plan.traits.placed,
+        **(of_several if plan.traits.several else placed),
         "combined": plan.traits.combined,
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
         "read_for_positives": _POSITIVES_ALONE if plan.traits.combined and not triangle else _WITH_NUMBERS,
@@ -98,6 +109,7 @@ def schedule_context(
         "rows_buffers": _rows_buffers(plan),
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
+        "wide_launch": ABSENT if plan.rows else launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle else "m, n = part.q.shape[0], part.k.shape[0]",
         "merged": _MERGED if triangle else launch["merge"],
@@ -110,6 +122,15 @@ def schedule_context(
 
 _POSITIVES_ALONE = "positive = block.positive.unbind()"
 _WITH_NUMBERS = "scale, bias, positive = block.scale, block.bias, block.positive.unbind()"
+_POSITIVES_OF_PART = """\
+parts = cdiv(n, kernels.FORWARD_KEYS.value)
+_merge_positives(scratch.row_positives, parts, part.positive, fresh_queries and key0 == 0)"""
+_POSITIVES_OF_ROWS = (
+    "_merge_positives(scratch.row_positives, cdiv(n, kernels.FORWARD_KEYS.value), block.positive, fresh_rows)"
+)
+_POSITIVES_OF_COLUMNS = """\
+fresh = fresh_columns and not block.diagonal
+        _merge_positives(scratch.key_positives, strips, block.key_positive, fresh)"""
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
 _SECOND_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
 _WHOLE_ON_THE_DIAGONAL = """\
@@ -190,11 +211,15 @@ def _forward_buffers(plan: Plan) -> list[str]:
 
 def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
-    row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
+    shapes, of_positives = ("tiles[1], rows", f"{strips}, keys"), plan.partial_sums - 2
+    row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
+    row_positives, key_positives = (_new(f"{of_positives}, {shape}") + ".unbind()" for shape in shapes)
     return [
         ("own_reference", "of each query", _new("rows"), plan.rows),
         ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
+        ("row_positives", "of positives (key blocks, rows)", row_positives, plan.traits.several),
+        ("key_positives", "the same (strips, keys)", key_positives, plan.traits.several and plan.both_axes),
         ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),

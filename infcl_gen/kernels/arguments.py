@@ -28,6 +28,9 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*{operands}": "q k x g g_low out",
     "*{inputs}": "q_out k_out",
     "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total mean "
+    "row_number row_positives row_positives_exponent key_number key_positives key_positives_exponent "
+    "part_number part_positives part_positives_exponent number_of_positives sum_of_positives exponent_of_positives "
+    "key_sum_of_positives key_exponent_of_positives "
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
@@ -43,7 +46,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
-    "all_queries all_keys summed_keys",
+    "all_queries all_keys summed_keys written",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "BLOCK DESCRIPTORS DIAGONAL DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
@@ -95,6 +98,12 @@ def statistics(choice: Choice) -> str:
     return "query_exponent query_mantissa" + " key_exponent key_mantissa" * choice.both_axes
 
 
+def of_positives(choice: Choice, numbers: str, sums: str, exponents: str) -> str:
+    """What there is of any number of positives: their number, their sum, and of a log-sum-exp the exponents."""
+    traits = choice.traits
+    return f"{numbers} {sums}" * traits.several + f" {exponents}" * traits.softmax_of_positives
+
+
 def positive(choice: Choice) -> str:
     """What the forward notes of each query's positive: z, and the references of its row and its key."""
     return "positive_z positive_row_reference" + " positive_key_reference" * choice.traits.has_keys
@@ -118,6 +127,8 @@ def both_labels(choice: Choice) -> str:
 def classes(choice: Choice) -> str:
     """What a tile is told of the classes of its pairs: the places of positives, and ids. Of a triangle it is those of
     its columns, too, and how many of these have sums: none of another rank's."""
+    if choice.traits.several:
+        return IDS
     if choice.traits.triangle:
         return f"{both_labels(choice)} summed_keys"
     return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids)

@@ -43,7 +43,7 @@ class Tile:
     described = False  # whether its kernels read features through tensor descriptors
     walks = False  # whether its programs walk strips of a panel; small batches then get smaller tiles
     square = False  # whether rows must equal keys
-    of_pairs = True  # whether losses that are sums over pairs have its kernels
+    of_pairs = True  # whether sums over pairs, and losses with any number of positives, have its kernels
     switches: tuple[str, ...] = ()  # further keys of `--set` that concern its kernels
     shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")  # on a small board; of equal fields the first
 
@@ -91,10 +91,11 @@ class Tile:
         by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
         return profile.multiprocessors * max(1, min(by_memory, by_registers))
 
-    def wide_warps(self, block: Block, profile: DeviceProfile) -> int:
+    def wide_warps(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
         """Warps of the kernel that computes a strip again. Its second reference and its pointers take registers: with
-        more than 32 elements of a tile a thread spills."""
-        return max(4, block.keys // 16)
+        more than 32 elements of a tile a thread spills, and with more than 16 beside a statistic of positives."""
+        warps = max(4, block.keys // 16)
+        return min(2 * warps, profile.max_warps_per_block) if choice.traits.several else warps
 
     def misfits(self, block: Block, choice: Choice) -> list[str]:
         """What this tile's kernels cannot do with a block."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features, of_positives
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
-from infcl_gen.kernels.gradient import ID_BLOCKS, GradientTile
+from infcl_gen.kernels.gradient import ID_BLOCKS, SEVERAL_BLOCKS, GradientTile
 
 DEEP = 768  # from this depth on, one program with a large tile beats two small ones, whose epilogues hide each other
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
@@ -29,6 +29,8 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
+        if choice.traits.several:
+            return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms
@@ -67,16 +69,23 @@ def keeps_keys(block: Block, choice: Choice) -> bool:
     return whole and not choice.traits.at_once
 
 
-def key_lanes(block: Block, profile: DeviceProfile) -> int:
-    """Rows of key sums that a program keeps apart, one for each lane, where a thread holds several rows; else 1."""
+def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
+    """Rows of key sums that a program keeps apart, one for each lane, where a thread holds several rows; else 1. Sums
+    of positives, too, would take more registers than there are."""
+    if choice.traits.several:
+        return 1
     lanes = profile.architecture.row_lanes * block.warps
     return lanes if 0 < 2 * lanes <= block.rows else 1
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.both_axes
+    sums += f" {of_positives(choice, 'row_number', 'row_positives', 'row_positives_exponent')}"
+    if choice.both_axes:
+        sums += f" {of_positives(choice, 'key_number', 'key_positives', 'key_positives_exponent')}"
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
-    sampled, told = not choice.exact, classes(choice) if choice.traits.masked else ""
+    told = classes(choice) if choice.traits.masked or choice.traits.several else ""
+    sampled = not choice.exact
     diagonal = "DIAGONAL" * choice.traits.triangle
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):

@@ -61,7 +61,7 @@ class FusedTile(Tile):
         """The tile of z, and the owned rows of the gradient."""
         return block.rows * (block.keys + sum(embedding_parts(choice.dim)))
 
-    def wide_warps(self, block: Block, profile: DeviceProfile) -> int:
+    def wide_warps(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
         return wide(profile, block)[1]
 
     def misfits(self, block: Block, choice: Choice) -> list[str]:

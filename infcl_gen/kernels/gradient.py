@@ -9,6 +9,7 @@ from infcl_gen.kernels.arguments import (
     arguments,
     both_labels,
     gradient_of_positive,
+    of_positives,
     places,
     positive,
     statistics,
@@ -33,6 +34,15 @@ ID_BLOCKS = {
     "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
     "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
 }
+# Statistics of positives take as many again: with 64 numbers of z a thread of sm_90 spills 296 to 960 bytes.
+SEVERAL_BLOCKS = {
+    "hopper": (Block(128, 64, 64, 8, 4), Block(64, 32, 32, 8, 3)),
+    "blackwell": (Block(64, 64, 64, 8, 3), Block(64, 64, 32, 8, 3)),
+    "ampere": (Block(64, 64, 64, 8, 3), Block(64, 64, 32, 8, 3)),
+    "small": (Block(64, 64, 32, 8, 3), Block(64, 64, 32, 8, 3)),
+    "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
+    "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
+}
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -46,6 +56,8 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
+        if choice.traits.several:
+            return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.ids or (choice.both_axes and choice.traits.combined):  # two exponentials of each pair
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
@@ -69,6 +81,13 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
     ids = IDS * choice.traits.ids
     gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
+    if choice.traits.several:
+        sums += f" {of_positives(choice, '', 'sum_of_positives', 'exponent_of_positives')}"
+        if choice.both_axes:
+            sums += f" {of_positives(choice, '', 'key_sum_of_positives', 'key_exponent_of_positives')}"
+        gradient = arguments(Q, K, ids, SCALARS, sums, g, sizes, STRIDES, "DIAGONAL" * choice.both_axes,
+                             "DESCRIPTORS WIDEN")  # fmt: skip
+        return (Kernel("gradient", gradient, "gradient", template="gradient_exact"),)
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")
     template = "gradient_positives"

@@ -1,6 +1,6 @@
 """merge, positives, and loss_terms and total_loss or combine and row_loss: from partial sums to the loss."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, both_labels, places, positive
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, both_labels, of_positives, places, positive
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -35,6 +35,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         sizes = "queries keys strip rows_stride keys_stride"
         positives = arguments("q k", both_labels(choice), "row_exponent key_exponent", noted, sizes, STRIDES,
                               "DIAGONAL WIDEN")  # fmt: skip
+    if choice.traits.several:
+        return (Kernel("merge", merge), *_of_several(choice))
     return (
         Kernel("merge", merge),
         Kernel("positives", positives, "positive", template="triangle" if choice.traits.triangle else ""),
@@ -49,6 +51,18 @@ def _adding(choice: Choice) -> tuple[Kernel, ...]:
         "part_sums queries", "keys" * keys, "query_weight", "key_weight" * keys, "BLOCK",
     )  # fmt: skip
     return Kernel("loss_terms", terms, warps=16), Kernel("total_loss", arguments("part_sums loss parts BLOCK"))
+
+
+def _of_several(choice: Choice) -> tuple[Kernel, ...]:
+    partial = of_positives(choice, "part_number", "part_positives", "part_positives_exponent")
+    total = of_positives(choice, "number_of_positives", "sum_of_positives", "exponent_of_positives")
+    vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
+    taken = f"query_exponent query_mantissa {total} {SCALARS} {vectors} scale_parts bias_parts query_terms"
+    return (
+        Kernel("merge_positives", arguments(partial, total, "rows parts part_stride written")),
+        Kernel("combine", arguments(taken, "queries all_queries all_keys")),
+        Kernel("row_loss", arguments("query_terms loss queries weight BLOCK")),
+    )
 
 
 def _combining(choice: Choice) -> tuple[Kernel, ...]:

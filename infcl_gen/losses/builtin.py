@@ -14,8 +14,10 @@ from infcl_gen.losses.language import (
     logsumexp_over_queries,
     maximum,
     mean_over_keys,
+    mean_over_positives,
     mean_over_queries,
     positive,
+    positives_of_query,
     queries,
     same_id,
     scale,
@@ -79,6 +81,36 @@ The sources have H = 1. They leave out a pair where queries or positives are equ
 Here one id says so: number the distinct positives, and give both sides the number of their sample.
 Read to the letter, their mask is 0 for the positive, too; here its term stays in the sum, as in InfoNCE.
 EmbeddingGemma's hardness weights, its spread-out term and its prefixes of D are not part of this loss.""",
+)
+
+INFONCE_OUT = LossSpec(
+    name="infonce_out",
+    formula=mean_over_queries(logsumexp_over_keys(_x) - mean_over_positives(_x)),
+    positives="id",
+    doc="InfoNCE where a query has any number of positives, the keys of its id, whose logits are averaged.",
+    source="Khosla et al., arXiv 2004.11362, equation 2, between two sides; "
+    "one direction of UniCL, Yang et al., arXiv 2204.03610",
+    use="""\
+For queries with several right answers: documents of one topic, captions of one image, labelled images and texts.
+Each positive is to have the same share of the softmax, 1 / n of n.
+
+A call passes `query_ids=`, int64 (M,), and `key_ids=`, int64 (N,), both on the device of the features.
+A query without positives adds nothing to loss and gradients, and counts in the mean's denominator.
+For both directions call it twice, with the sides exchanged.""",
+)
+
+INFONCE_IN = LossSpec(
+    name="infonce_in",
+    formula=mean_over_queries(
+        logsumexp_over_keys(_x) - logsumexp_over_keys(_x, where=is_positive) + log(positives_of_query)
+    ),
+    positives="id",
+    doc="InfoNCE where a query has any number of positives, of which it suffices to find some.",
+    source="Khosla et al., arXiv 2004.11362, equation 3, between two sides",
+    use="""\
+For queries of which one right answer is enough, and for positives of which some are wrong.
+Positives that are near already have most of the gradient. MIL-NCE is the same without the logarithm of their number.
+A call is that of `infonce_out`, and so is what a query without positives adds.""",
 )
 
 SIGLIP = LossSpec(
@@ -168,6 +200,55 @@ The formula takes logarithms: neither S nor e^p overflows. Where S - tau_plus N 
 In a batch of two rows there are no negatives, and the loss is 0.""",
 )
 
+_of_all = logsumexp_over_keys(_of_rows, where=1 - is_self)
+_of_positives_alone = logsumexp_over_keys(_of_rows, where=(1 - is_self) * is_positive)
+
+SUPCON_OUT = LossSpec(
+    name="supcon_out",
+    formula=mean_over_queries(_of_all - mean_over_positives(_of_rows)),
+    positives="id",
+    doc="Supervised contrastive loss: NT-Xent with any number of positives of a row, whose logits are averaged.",
+    source="Khosla et al., arXiv 2004.11362, equation 2, with a mean for the sum over rows",
+    use="""\
+For rows with classes: two views of labelled images, or sentences of one topic. Its authors prefer it to `supcon_in`.
+`scale` is 1 / temperature: 10 in the paper. The authors' code multiplies the loss by temperature / 0.07.
+`bias` changes nothing.
+
+A call has one side: `contrastive_loss(q, None, scale, query_ids=classes)`, int64 (M,), on the device of q.
+The positives of a row are all other rows of its id, on any rank. Ids of 64 bits travel with their rows.
+A row without positives adds nothing to loss and gradients, and counts in the mean's denominator.
+pytorch-metric-learning's mean leaves out such rows.
+
+Each similarity is computed once for its two rows, as in `ntxent`.""",
+)
+
+SUPCON_IN = LossSpec(
+    name="supcon_in",
+    formula=mean_over_queries(_of_all - _of_positives_alone + log(positives_of_query)),
+    positives="id",
+    doc="Supervised contrastive loss with the mean of the positives' exponentials inside the logarithm.",
+    source="Khosla et al., arXiv 2004.11362, equation 3, with a mean for the sum over rows",
+    use="""\
+For rows with classes of which a row need not be near to all. The paper finds `supcon_out` better on ImageNet.
+`scale` and a call are those of `supcon_out`, and so is what a row without positives adds.
+Positives share one softmax: those that are near already have most of the gradient.""",
+)
+
 BUILTIN_LOSSES: dict[str, LossSpec] = {
-    spec.name: spec for spec in (CLIP, INFONCE, RINCE, GEMINI, SIGLIP, SIGLIP_MULTI, NTXENT, DCL, DEBIASED)
+    spec.name: spec
+    for spec in (
+        CLIP,
+        INFONCE,
+        INFONCE_OUT,
+        INFONCE_IN,
+        RINCE,
+        GEMINI,
+        SIGLIP,
+        SIGLIP_MULTI,
+        NTXENT,
+        DCL,
+        DEBIASED,
+        SUPCON_OUT,
+        SUPCON_IN,
+    )
 }

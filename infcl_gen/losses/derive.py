@@ -13,6 +13,9 @@ at those of query i,
 With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile computes that part. The logit is
 affine: it adds slope * a * (mean of all k) to M * dq_i, and slope * a/N * (sum of all q) to M * dk_j.
 
+With any number n_i of positives p_i is their mean, or their log-sum-exp; in place of [j = positive(i)] then stand
+[j is one of them] / n_i, or exp(x_ij - p_i) [j is one of them].
+
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
@@ -166,7 +169,8 @@ class Derivation:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        known = (positive_z, scale, bias, language.queries, language.keys, *self.form.vectors.values())
+        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query)
+        known = (*numbers, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
 
     @property
@@ -244,6 +248,9 @@ class Derivation:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
         mask = 1 if "same_id" in self.form.classes else 0  # of one byte for each pair
+        if self.form.several:  # the shares of positives, those of the other side, and the logits they are made from
+            softmax = self.form.statistics[-1].kind == "logsumexp_over_positives"
+            mask += 1 + softmax + (self.slope is None)
         if self.slope is not None and self.pair_slope is None:
             return mask
         of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))
@@ -273,7 +280,9 @@ class Derivation:
             classes=self.form.classes,
             combined=self.form.combined,
             vectors=tuple(self.form.vectors),
-            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 if self.form.combined else 0,
+            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 + 4 * self.form.several
+            if self.form.combined
+            else 0,
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
@@ -286,13 +295,15 @@ class Derivation:
         whose gradient has the mean of all queries collect the sum of these, once for each rank.
 
         Of a triangle nobody sums for others: rows take along what forward noted of them, `of_query` numbers, and their
-        labels.
+        labels, or ids.
         """
         if self.traits.triangle:
+            labels = Travelling("key labels", 1, "int64", backward="unchanged")
+            ids = Travelling("key ids", 1, "int64", forward="unchanged", backward="unchanged")
             return (
                 Travelling("keys", dim, "features", forward="unchanged", backward="unchanged"),
                 Travelling("key statistics", of_query, "statistics", backward="unchanged", across=True),
-                Travelling("key labels", 1, "int64", backward="unchanged"),
+                ids if self.traits.ids else labels,
             )
         at_once = self.traits.at_once
         again = "absent" if at_once else "unchanged"

@@ -5,10 +5,12 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
     L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
-p is the logit of the positive, and v are a query's own numbers, which a call gives. F may also depend on the positive's
-similarity, scale, bias, and the numbers of queries and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a
-row is no key of its own: the form is that of i != j over z, and its domain a triangle. To F and G may be added
-constants times the mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
+p is the logit of the positive, and v are a query's own numbers, which a call gives. Of positives="id" p is a statistic,
+too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
+positives adds nothing. F may also depend on the positive's similarity, scale, bias, and the numbers of queries and
+keys. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j over
+z, and its domain a triangle. To F and G may be added constants times the mean of a query's logits, m_i, and of a key's,
+d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -32,7 +34,7 @@ class Statistic:
     """One number of each query, or of each key, reduced over the pairs of its row or column."""
 
     side: str  # "query" or "key"
-    kind: str  # "logsumexp"
+    kind: str  # as in `Traits`
     symbol: Symbol  # in F or G
 
 
@@ -81,13 +83,19 @@ class Form:
         """The classes of pairs that a sweep tells apart in its tiles. A positive that is one key of each query, and is
         not left out, is none of them: it is found by its place."""
         told_apart = self.pair_term is not None and self.pair_term.other != self.pair_term.same_id
-        return ("same_id",) if told_apart else self.excluded
+        return ("same_id",) if told_apart or self.several else self.excluded
+
+    @property
+    def several(self) -> bool:
+        """Whether p is a statistic of any number of positives."""
+        return len({each.symbol for each in self.statistics if each.side == "query"}) > 1
 
     @functools.cached_property
     def combined(self) -> bool:
         """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
-        of nothing."""
-        return "positive" in self.excluded or bool(self.vectors) or not _is_linear(self.query_term, r)
+        of nothing, or there are any number of positives."""
+        of_row = "positive" in self.excluded or bool(self.vectors) or self.several
+        return of_row or not _is_linear(self.query_term, r)
 
     @property
     def vectors(self) -> dict[str, Symbol]:
@@ -132,14 +140,13 @@ def form_of(spec: LossSpec) -> Form:
     by_id = "mean_of_keys(x) has no kernel yet beside positives='id': leave it out, or write positives='label'"
     refuse((spec.positives == "id" and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
-    known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
+    known = (*_STATISTICS, *_MEANS, language.mean_over_positives, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
-    refuse((spec.positives == "id", "positives='id' has kernels in sum_over_pairs(...) / queries alone: write that, or "
-                                    "positives='label'"))  # fmt: skip
+    written, of_positives = _with_statistic_of_positives(spec, written, domain)
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics, domain), _logit(statistics)
@@ -147,9 +154,10 @@ def form_of(spec: LossSpec) -> Form:
     refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
-    outside = sorted(
-        map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys, language.query_weight})
-    )
+    known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight}
+    if of_positives:
+        known_outside.add(language.positives_of_query)
+    outside = sorted(map(str, formula.free_symbols - known_outside))
     if outside:
         raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
     own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
@@ -159,6 +167,13 @@ def form_of(spec: LossSpec) -> Form:
     )  # fmt: skip
     query_term, key_term, of_means = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
+    if of_positives:
+        refuse((key_term != 0, "positives='id' has no kernel yet beside mean_over_keys: write mean_over_queries alone, "
+                               "and call it once for each direction"),
+               (not query_term.has(r), "a statistic of positives has no kernel alone: add logsumexp_over_keys(x)"),
+               (not query_term.has(p), "positives='id' has no kernel without a statistic of positives: add "
+                                        f"{_SEVERAL}"))  # fmt: skip
+        found += (Statistic("query", of_positives, p),)
     refuse(
         (key_term != 0 and not _is_linear(query_term, r),
          f"mean_over_queries({display(query_term.xreplace(_WORD_OF))}) has no kernel yet beside mean_over_keys: write "
@@ -186,9 +201,41 @@ def _check_triangle(spec: LossSpec) -> None:
         (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet: write mean_over_queries"),
         (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
-        (spec.positives != "label", f"{one} needs positives='label': a row is not its own positive"),
+        (spec.positives == "diagonal", f"{one} needs positives='label' or 'id': a row is not its own positive"),
         (any(map(has, _OF_ALL)), f"mean_of_keys(x) in {one} has no kernel yet: give both sides, and write z"),
     )  # fmt: skip
+
+
+_SEVERAL = "mean_over_positives(x) or logsumexp_over_keys(x, where=is_positive)"
+
+
+def _with_statistic_of_positives(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[Expr, str]:
+    """The formula with `positive` for the statistic of any number of positives, and its kind; "" of one positive."""
+    of_mean = formula.atoms(language.mean_over_positives)
+    if spec.positives != "id":
+        refuse((of_mean, "mean_over_positives is of any number of positives: write positives='id', or positive(x)"))
+        return formula, ""
+    formula = formula.xreplace({same_id: is_positive})  # the two are one class
+    mask = (1 - is_self) * is_positive if domain == "triangle" else is_positive
+    of_sum = {each for each in formula.atoms(language.logsumexp_over_keys)
+              if each.args[1:] and sympy.expand(each.args[1] - mask) == 0}  # fmt: skip
+    left = formula.xreplace({each: language.positive(each.args[0]) for each in of_sum})
+    of_left = left.atoms(*_SUMS, language.positive, language.mean_over_positives, language.logsumexp_over_negatives)
+    refuse(
+        (formula.has(language.positive), f"positive(x) of positives='id', of which a query has any number: write "
+                                         f"{_SEVERAL}"),
+        (not of_mean and not of_sum, "positives='id' has no kernel without a statistic of positives: add "
+                                     f"{_SEVERAL}, or write sum_over_pairs"),
+        (of_mean and of_sum, f"two statistics of positives have no kernel yet beside each other: write {_SEVERAL}"),
+        (any(each.args[0].has(is_positive) for each in of_left),
+         "a logit with is_positive has no kernel yet beside positives='id': write positives='label'"),
+        (len({each.args[0] for each in of_left}) > 1,
+         "positives='id' has kernels for one logit: write the same in all statistics"),
+        (any(each.args[1:] and each.args[1].has(is_positive) for each in left.atoms(*_SUMS)),
+         "where= with is_positive has no kernel yet beside positives='id': leave it out of that log-sum-exp"),
+    )  # fmt: skip
+    left = left.xreplace({each: language.positive(each.args[0]) for each in of_mean})
+    return left, "mean_over_positives" if of_mean else "logsumexp_over_positives"
 
 
 def refuse(*checks: tuple[object, str]) -> None:

@@ -19,7 +19,7 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N",
+    "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -64,6 +64,8 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     """
     slope, dx_dscale = diff(derivation.logit, z), diff(derivation.logit, scale)
     positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
+    if derivation.form.several:
+        positive = _statistic_of_positives(derivation)
     along, by_number = "" if slope == 1 else rf"\, {_factor(slope)}", derivation.by_number
     of_pair, triangle = f"g_{{ij}}{along}", derivation.traits.triangle
     if positive_z in by_number:
@@ -96,6 +98,15 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
             for (keyword, symbol), slope in zip(derivation.form.vectors.items(), derivation.vector_slopes, strict=True)
         },
     }
+
+
+def _statistic_of_positives(derivation: Derivation) -> str:
+    others = r" \\ j \ne i" if derivation.traits.triangle else ""
+    below = rf"\sum_{{\substack{{{_SAME_ID}{others}}}}}" if others else rf"\sum_{{{_SAME_ID}}}"
+    number = rf"\quad n_i = {below} 1, \quad a_i = b_i = 0 \text{{ where }} n_i = 0"
+    if derivation.traits.softmax_of_positives:
+        return rf"p_i = \log {below} e^{{x_{{ij}}}}, {number}"
+    return rf"p_i = \frac{{1}}{{n_i}} {below} x_{{ij}}, {number}"
 
 
 def aligned(formulas: Iterable[str], environment: str = "align*") -> str:
@@ -144,7 +155,8 @@ def _terms(derivation: Derivation) -> list[str]:
     form, pair, traits = derivation.form, derivation.form.pair_term, derivation.traits
     terms, (of_query, of_key) = [], derivation.terms_with_means
     if of_query != 0:
-        terms.append(rf"\sum_i {_factor(of_query)}")
+        found = r"\left[n_i > 0\right] " * form.several
+        terms.append(rf"\sum_i {found}{_factor(of_query)}")
     if of_key != 0:
         terms.append(rf"\sum_j {_factor(sympy.factor_terms(of_key.xreplace(_OF_KEYS)))}")
     if pair is None:
@@ -177,7 +189,9 @@ def _gradient(derivation: Derivation) -> str:
         if form.combined:
             mask = "w_{ij} " * bool(form.excluded)
             ends = " + ".join(["", *of_means]).replace("+ -", "- ")
-            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + b_i {_text(placed)}{ends} \Big)"
+            share = r"e^{x_{ij} - p_i} " if derivation.traits.softmax_of_positives else r"\frac{1}{n_i} "
+            at_positives = f"b_i {share * form.several}{_text(placed)}"
+            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {at_positives}{ends} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),
             diff(form.key_term, c) * kept * sympy.exp(x - c),

@@ -230,6 +230,12 @@ dense_code = Printer(
     | {language.sum_over_pairs: "({}).sum()"},
     at_least=torch_code.at_least,
 )
+# A query without positives adds nothing.
+dense_code_of_several = Printer(
+    target=dense_code.target,
+    functions=dense_code.functions | {language.mean_over_queries: "(({}) * found).mean()"},
+    at_least=torch_code.at_least,
+)
 # For people: `exp(x - r) / 2 - is_positive`. `load.parse_formula` reads it back.
 display = Printer(
     target="the display",

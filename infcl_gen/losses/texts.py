@@ -8,9 +8,18 @@ from sympy import Expr, diff
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, is_positive, same_id, scale, z
-from infcl_gen.losses.printers import d, dense_code, display, m, p, positive_z, torch_code
+from infcl_gen.losses.printers import (
+    d,
+    dense_code,
+    dense_code_of_several,
+    display,
+    m,
+    p,
+    positive_z,
+    torch_code,
+)  # fmt: skip
 
-_NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])"}
+_NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])", "positives_of_query": "n"}
 _PAIR = {
     "x": "x_ij",
     "z": "z_ij",
@@ -24,6 +33,13 @@ _PAIR = {
     "d": "d_j",
     "queries": "M",
     "keys": "N",
+    "positives_of_query": "n_i",
+}
+_NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
+# Of any number of positives the number, and the statistic by its kind; a query without any has any other numbers.
+_STATISTICS_OF_POSITIVES = {
+    "mean_over_positives": "x.masked_fill(~same_id, 0.0).sum(dim=1) / n",
+    "logsumexp_over_positives": 'torch.logsumexp(x.masked_fill(~same_id & found[:, None], float("-inf")), dim=1)',
 }
 
 _ABOUT_LABELS = {
@@ -31,6 +47,15 @@ _ABOUT_LABELS = {
     "label": 'int64 (M,), the index of each query\'s positive among the keys; None and "own" mean 0, 1, ..., M - 1.',
     "id": "must be None: the positives of a query are the keys of its id.",
 }
+_ABOUT_IDS = {  # by whether there are any, and whether these are of rows alone
+    (True, False): "int64 (M,) and (N,), the id of each query and of each key.",
+    (True, True): "int64 (M,), the id of each row; key_ids must be None.",
+    (False, False): "must be None.",
+}
+_IDS_OF_BOTH = """
+    if key_ids is not None:
+        raise ValueError("this loss compares rows with each other: query_ids are the ids of both, key_ids must be None")
+    key_ids, k = query_ids, q"""
 _ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
@@ -54,6 +79,8 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "label": "p_i = x_ij where j = labels[i]",
         "id": "the positives of query i are the keys of its id, id_j = id_i",
     }
+    if derivation.form.several:
+        positive["id"] = _positives_of_id(derivation)
     return {
         "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
@@ -66,6 +93,14 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "dbias": f"dbias = {_dbias(derivation)}" + " + 1/M * sum_i v_i" * (bias in by_number),
         **_of_vectors(derivation),
     }
+
+
+def _positives_of_id(derivation: Derivation) -> str:
+    """What is known of a query's positives where a statistic of them is in its term."""
+    which = "id_j = id_i" + ", j != i" * derivation.traits.triangle + "; without any a_i = b_i = 0"
+    if derivation.traits.softmax_of_positives:
+        return f"p_i = log sum_j exp(x_ij) over the n_i positives of i, {which}"
+    return f"p_i = sum_j x_ij / n_i over the n_i positives of i, {which}"
 
 
 # By number that a query's term changes with: the name of its slope, and its letter.
@@ -119,7 +154,8 @@ def _terms(derivation: Derivation) -> list[str]:
     terms, pair = [], derivation.form.pair_term
     of_query, of_key = derivation.terms_with_means
     if of_query != 0:
-        terms.append(f"sum_i ({display(of_query, _PAIR)})")
+        found = "[n_i > 0] * " * derivation.form.several
+        terms.append(f"sum_i {found}({display(of_query, _PAIR)})")
     if of_key != 0:
         terms.append(f"sum_j ({display(of_key, {**_PAIR, 'p': 'p_j'})})")
     if pair and pair.other == pair.same_id == pair.positive:
@@ -150,7 +186,11 @@ def _gradient(derivation: Derivation) -> str:
         return found
     mask = "w_ij * " * bool(derivation.form.excluded)
     if derivation.form.combined:
-        return f"a_i * {mask}exp(x_ij - r_i) + b_i * [j = positive(i)]" + _of_means(derivation)
+        at_positives = "b_i * [j = positive(i)]"
+        if derivation.form.several:
+            of_each = "b_i * exp(x_ij - p_i)" if derivation.traits.softmax_of_positives else "b_i / n_i"
+            at_positives = f"{of_each} * [id_j = id_i]"
+        return f"a_i * {mask}exp(x_ij - r_i) + {at_positives}" + _of_means(derivation)
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
         f"{mask}exp(x_ij - c_j)": derivation.key_share * derivation.has_keys,
@@ -202,16 +242,17 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
     masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", " & ", " | ")
-    itself = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
-    masked = " | ".join([itself] * triangle + [masked] * bool(masked))
+    masked = " | ".join([_NOT_ITSELF] * triangle + [masked] * bool(masked))
     summed = "y" if masked else "x"
+    several = form.several
     reductions = (
+        ("found, n, p", several, f"of_positives(x, same_id{f' & ~{_NOT_ITSELF}' * triangle})"),
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
         ("y", masked, f'x.masked_fill({masked}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
-        ("p", form.formula.has(p), at_positives.format("x")),
+        ("p", form.formula.has(p) and not several, at_positives.format("x")),
         ("m", form.formula.has(m), "x.mean(1)"),
         ("d", form.formula.has(d), "x.mean(0)"),
         ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
@@ -237,15 +278,18 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L" * traits.means,
         "but_means": ", but for the mean of its logits" * traits.means,
         "shape": "(M, M)" if triangle else "(M, N)",
-        "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
-        "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],
+        "legend_of_positives": "p_i   logit of the positive                   " * traits.placed
+        + "p_i   of its n_i positives                    " * several,
+        "about_labels": _ABOUT_PAIRS if triangle and labels else _ABOUT_LABELS[spec.positives],
         "triangle": triangle,
         "about_rest": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
         "domain": traits.domain,
         "k_type": "None" if triangle else "Tensor",
         "about_k": "None: rows are compared with each other" if triangle else "(N, D) keys",
         "other_side": "q" if triangle else "k",
-        "about_ids": f"{'int64 (M,) and (N,), the id of each query and of each key' if ids else 'must be None'}.",
+        "about_ids": _ABOUT_IDS[ids, triangle and ids],
+        "ids_of_both": _IDS_OF_BOTH * (triangle and ids),
+        "needed_ids": "query_ids (M,)" + " and key_ids (N,)" * (not triangle),
         **_vectors_context(derivation),
         "dense_arguments": "x: Tensor"
         + ", labels: Tensor" * labels
@@ -261,7 +305,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "query_term": torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
         "key_term": torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
         "reductions": "\n".join(f"{name} = {code}" for name, used, code in reductions if used),
-        "loss": dense_code(form.formula, _NUMBERS),
+        "loss": (dense_code_of_several if several else dense_code)(form.formula, _NUMBERS),
     }
 
 
@@ -270,8 +314,22 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     if not derivation.form.combined:
         return {}
     own = derivation.form.vectors.values()
+    several, softmax = derivation.form.several, derivation.traits.softmax_of_positives
+    share = ("exp(x_ij - p_i)" if softmax else "1/n_i") if several else "[j = positive(i)]"
     return {
         "of_rows": repr(derivation.of_rows),
+        "share_of_positives": share + " * [id_j = id_i]" * several,
+        "about_p": ("log-sum-exp" if softmax else "mean logit")
+        + " of its positives; any number where there are none. `positives_of_query`, (M,), is how"
+        "\n                many there are, and at least 1"
+        if several
+        else "logit of its positive; `positive_z` is that one's similarity",
+        "about_positive_slope": "the derivative of that by p"
+        if several
+        else "M * dL/dx of its positive, but for the weight times its probability where the sum holds it",
+        "several": several,
+        "of_their_logits": "log-sum-exp" if softmax else "mean logit",
+        "statistic_of_positives": _STATISTICS_OF_POSITIVES.get(derivation.form.statistics[-1].kind, ""),
         "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),

@@ -126,8 +126,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         strips = Min(row_blocks, T)
         why = "partial sums of one panel, merged in a fixed order"
         terms += [
-            BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), why),
-            v.both_axes and BufferTerm("key_partials", forward, (2, strips, forward_keys), why),
+            BufferTerm("row_partials", forward, (v.partial_sums, key_blocks, forward_rows), why),
+            v.both_axes and BufferTerm("key_partials", forward, (v.partial_sums, strips, forward_keys), why),
             BufferTerm("flags", forward, (strips, key_blocks), "strips of wide range", "int32"),
             BufferTerm("references", forward, (key_blocks,), "of each block of keys"),
             BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"),

@@ -109,7 +109,12 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             *means,
         )
     rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
-    partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.both_axes else 0))
+    partials = (
+        v.partial_sums
+        * s
+        * W
+        * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.both_axes else 0))
+    )
     launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
     terms: list[Any] = [
         TimeTerm(
@@ -154,7 +159,10 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 part="first",
                 flops=2 * rows * keys * W * P * fraction * share.gradient,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
-                exponentials=pairs * fraction * (sides if v.traits.combined else 1),
+                exponentials=pairs
+                * fraction
+                * (sides if v.traits.combined else 1)
+                * (1 + v.traits.softmax_of_positives),
                 efficiency=reached,
                 launches=2 * panels + (once if v.both_axes else 0),
             )

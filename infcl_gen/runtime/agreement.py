@@ -193,7 +193,7 @@ def _check_pairs(package: Package, layout: Layout, labelling: str) -> None:
     if sum(layout.rows) < 2:
         raise ValueError(f"{package.loss_name} compares rows with each other, and there is one")
     for rank, rows in enumerate(layout.rows):
-        if labelling != "given" and rows % 2:
+        if package.traits.labels and labelling != "given" and rows % 2:
             where = f"rank {rank} has" if len(layout.rows) > 1 else "there are"
             raise ValueError(
                 f"{package.loss_name} takes rows i and i + M/2 of a rank for views of one sample, but {where} {rows} "

@@ -370,8 +370,9 @@ class _Sweep:
         block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids)
         if not self.package.traits.triangle:
             return block
+        labels = self.labels if self.package.traits.labels else None
         return block._replace(
-            keys=self.queries, key_positive=self.positive, key_labels=self.labels, first_query=block.first_key, own=True
+            keys=self.queries, key_positive=self.positive, key_labels=labels, first_query=block.first_key, own=True
         )
 
     @property
@@ -382,12 +383,14 @@ class _Sweep:
 
     def block_of_rows(self, owner: int, trip: Trip) -> Block:
         """The block of a triangle with the rows of another rank."""
-        block = self.block(owner, trip["keys"], self.saved.of_keys, None)
+        traits = self.package.traits
+        ids = trip["key ids"].view(-1) if traits.ids else None
+        block = self.block(owner, trip["keys"], self.saved.of_keys, ids)
         block = block._replace(first_query=self.layout.key_offset(self.layout.rank))
         if not trip.carries("key statistics"):  # in forward
             return block
         noted = trip["key statistics"]
-        key_labels = trip["key labels"].view(-1)
+        key_labels = trip["key labels"].view(-1) if traits.labels else None
         return block._replace(keys=view(noted), key_positive=noted[2:], key_labels=key_labels)
 
     def visits(self, trip: Trip) -> Iterator[Block]:
@@ -646,7 +649,9 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     if package.traits.has_keys:
         own["key statistics"] = panel_columns(statistics, 0, keys)
     if package.traits.triangle:
-        own |= {"key statistics": sweep.saved.of_queries, "key labels": sweep.labels[:, None]}
+        own["key statistics"] = sweep.saved.of_queries
+        if package.traits.labels:
+            own["key labels"] = sweep.labels[:, None]
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
@@ -654,7 +659,7 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
             ids = ids.new_empty((total * package.traits.ids, 1))
         kept = {"keys": stash, "key statistics": statistics, "key ids": ids}
         if package.traits.triangle:
-            kept = {"keys": stash}
+            kept = {"keys": stash} | ({"key ids": ids} if package.traits.ids else {})
         return Tensors(own, kept, dtypes, lambda parts, sums: schedule.merge_ranks(parts, view(sums)))
     if not table.keeps:
         return Tensors(own, {}, dtypes)

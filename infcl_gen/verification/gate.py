@@ -30,7 +30,8 @@ the mean of dx_ij over the row,
 
 where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp, v +- dv.
 The mean of all logits adds the rounding of means of features, (4 + 16) v of their absolute values.
-Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
+With any number of positives of shares s_ij in p, 1/n_i or exp(x_ij - p_i), s_ij db + |b| ds_ij stands for the term of
+one. Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
 
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
 the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
@@ -47,6 +48,7 @@ NaN and infinity must be where the oracle has them, and nowhere else. A loss so 
 queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -216,7 +218,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         w, products = 3 * w, q.abs() @ k.abs().T
     dz = w * products + v * z_sum
     dx = slope * dz + v * x.abs()
-    terms = _of_pairs if pairs else _of_combined if traits.combined else _of_softmaxes
+    of_combined = functools.partial(_of_combined, traits=traits)
+    terms: Any = _of_pairs if pairs else of_combined if traits.combined else _of_softmaxes
     errors = terms(mathematics, x, dx, inputs, statistics, dz)
     g, smooth, dloss, dg = errors[:4]
     if one_sided:  # what is stored and summed has the gradients of both rows of a pair
@@ -267,7 +270,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     terms = of_logit * of_z.abs()
     of_q = terms @ k.abs() / len(q)
     if inputs.negatives is not None:
-        added, size = _of_negatives(_OfQueries(mathematics, x, dx, dz, inputs, statistics), inputs, u, reference)
+        of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits)
+        added, size = _of_negatives(of, inputs, u, reference)
         more = {name: getattr(bound, name) + error for name, error in added.items()}
         bound, of_q = bound._replace(**more), of_q + size
     sizes: list[Any] = [each if each is None else each.abs() for each in reference]
@@ -339,21 +343,32 @@ def _of_softmaxes(
 class _OfQueries:
     """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
-    r. An error is what a value changes over the intervals of its arguments, and FUNCTION_ROUNDINGS."""
+    r, and those of positives in p, `positive`, which are wrong by `dpositive`. An error is what a value changes over
+    the intervals of its arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
-        self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo
-    ) -> None:
+        self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
+        traits: Traits,
+    ) -> None:  # fmt: skip
         self.v, self.smallest = statistics.eps / 2, statistics.smallest_normal
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
-        y, p = kept(x, inputs, torch.arange(len(x), device=x.device), mathematics.CLASSES), x[at]
+        left_out = () if traits.several else mathematics.CLASSES
+        y = kept(x, inputs, torch.arange(len(x), device=x.device), left_out)
         r, self.long_sum = y.logsumexp(1), 4 + math.sqrt(x.shape[1]) / 8
         finite = r.abs().nan_to_num(0.0, posinf=0.0)
         self.dx = (dx + self.v * (finite[:, None] + self.long_sum)).clamp_(max=1.0)
         self.probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
         self.mean = (self.probability * self.dx).sum(1)
+        found, count = at.any(1), None
+        if traits.several:
+            _, count, p = mathematics.of_positives(x, at)
+            p = torch.where(found, p, 0.0)
+            dp = self._of_positives(x, dx, at, p, traits.softmax_of_positives)
+        else:
+            p, dp = x[at], dx[at] + self.v * x[at].abs()
+            self.positive, self.dpositive = at.to(x.dtype), torch.zeros_like(x)
         numbers = [r, p]
-        errors = [self.mean + self.v * (finite + self.long_sum), dx[at] + self.v * p.abs()]
+        errors = [self.mean + self.v * (finite + self.long_sum), dp]
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
         if inputs.query_weight is not None:
             numbers.append(inputs.query_weight.to(x.dtype))
@@ -371,26 +386,42 @@ class _OfQueries:
             self.own_mean = (self.own_probability * self.own_dx).sum(1)
             numbers.append(h)
             errors.append(self.own_mean + self.v * (h.abs() + 4))
-        positive_z, dz = (q * inputs.others.to(x.dtype)[inputs.positives()]).sum(1), dz[at]
+        if traits.several:  # their terms do not depend on similarities otherwise
+            positive_z = dz = torch.zeros_like(r)
+        else:
+            positive_z, dz = (q * inputs.others.to(x.dtype)[inputs.positives()]).sum(1), dz[at]
 
         def at_ends(signs: Iterable[int]) -> Tensor:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
             similarity = positive_z + list(signs)[1] * dz
-            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own)
+            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own, count)
             values = mathematics.of_queries(r, p, **rest)
-            return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values])
+            return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values]) * found
 
         self.values = at_ends([0] * len(numbers))
         near = torch.stack([at_ends(signs) for signs in itertools.product((-1, 1), repeat=len(numbers))])
         self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
 
+    def _of_positives(self, x: Tensor, dx: Tensor, at: Tensor, p: Tensor, softmax: bool) -> Tensor:
+        """The error of p, a statistic of the positives `at`; writes their shares, which are all alike in a mean."""
+        if softmax:
+            self.positive = torch.where(at, (x - p[:, None]).exp(), 0.0)
+            dx = (dx + self.v * (p.abs()[:, None] + self.long_sum)).clamp(max=1.0)
+            mean = (self.positive * dx).sum(1)
+            self.dpositive = self.positive * (dx + mean[:, None] + self.v)
+            return mean + self.v * (p.abs() + self.long_sum)
+        self.positive = at / at.sum(1, keepdim=True).clamp(min=1)
+        self.dpositive = self.v * self.positive
+        sums = (self.positive * (dx + self.v * self.long_sum * x.abs())).sum(1)
+        return sums + self.v * p.abs()
+
 
 def _of_combined(
-    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor, traits: Traits
 ) -> _Errors:
     """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
     the intervals of its sum, its positive and its own numbers, and by FUNCTION_ROUNDINGS."""
-    of, at = _OfQueries(mathematics, x, dx, dz, inputs, statistics), inputs.are_positive(mathematics.POSITIVES)
+    of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
     cancels = torch.finfo(torch.float64).eps * (weight.abs() + slope.abs())  # in the oracle, where autograd adds terms
@@ -398,11 +429,10 @@ def _of_combined(
     smooth = weight[:, None] * of.probability
     dg = smooth.abs() * (of.dx + of.mean[:, None] + of.v) + dweight[:, None] * of.probability
     dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
-    g = smooth.clone()
-    g[at] += slope
-    dg[at] += dslope
+    g = smooth + slope[:, None] * of.positive
+    dg += dslope[:, None] * of.positive + slope.abs()[:, None] * of.dpositive
     dterms += statistics.smallest_normal
-    by_z = [torch.zeros_like(x).masked_scatter(at, each) for each in (through_z, dthrough_z)]
+    by_z = [of.positive * each[:, None] for each in (through_z, dthrough_z)]
     dloss = dterms.sum() + of.v * of.long_sum * terms.abs().sum()
     return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), *by_z)
 

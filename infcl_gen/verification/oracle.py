@@ -21,8 +21,8 @@ SLICE_ROWS = 2048
 
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
-    for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids; query_weight (M,) and negatives (M, H, D)
-    for losses with them."""
+    for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
+    (M,) and negatives (M, H, D) for losses with them."""
 
     q: Tensor
     k: Tensor | None
@@ -83,17 +83,17 @@ class Inputs(NamedTuple):
         return own.to(self.q.device)
 
     def same_id(self) -> Tensor | None:
-        """Which pairs are of one id, (M, N); None without ids."""
-        if self.query_ids is None or self.key_ids is None:
+        """Which pairs are of one id, (M, N), those of a row and itself, too; None without ids."""
+        if self.query_ids is None:
             return None
-        return self.query_ids[:, None] == self.key_ids
+        return self.query_ids[:, None] == (self.query_ids if self.key_ids is None else self.key_ids)
 
     def are_positive(self, positives: str) -> Tensor:
         """Which pairs are a query and its positive, (M, N), for a loss with these `positives`."""
         if positives == "id":
             same_id = self.same_id()
             assert same_id is not None
-            return same_id
+            return same_id if self.k is not None else same_id.fill_diagonal_(False)
         keys = torch.arange(len(self.others), device=self.q.device)
         return self.positives()[:, None] == keys
 
@@ -141,25 +141,34 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
         terms: Tensor = pair_values(mathematics, x, "term", part)
         return terms.sum()
 
-    def statistics(rows: Tensor, at: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(rows: Tensor, at: Tensor, *classes: Tensor) -> tuple[Tensor, ...]:
         x = mathematics.logit((rows @ others.T).to(factor.dtype), factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
+        if several:
+            same_id = part._replace(key_ids=ids if k is None else inputs.key_ids).same_id()
+            assert same_id is not None
+            if k is None:
+                same_id = same_id & (at[:, None] != places)
+            return kept(x, part, at, ()).logsumexp(1), *mathematics.of_positives(x, same_id)
         y = kept(x, part, at, mathematics.CLASSES)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0]
 
-    pairs = hasattr(mathematics, "pair_term")
+    pairs, several = hasattr(mathematics, "pair_term"), hasattr(mathematics, "of_positives")
     split = [each.split(SLICE_ROWS) for each in (q, places, labels, *(() if ids is None else (ids,)))]
     slices = zip(*split, strict=True)
     work = of_pairs if pairs else statistics
     found = [checkpoint(work, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
     if pairs:
         return _gradients(torch.stack(found).sum() / len(q), leaves)
+    if several:
+        r, found_any, n, p = (torch.cat(each) for each in zip(*found, strict=True))
+        own = inputs.vectors(mathematics, q, factor, bias, features)
+        rest = numbers_of_rows(mathematics, r, factor, bias, len(q), len(others), own, n)
+        return _gradients((mathematics.of_queries(r, p, **rest)[0] * found_any).sum() / len(q), leaves)
     by_query, by_key, at_positive = zip(*found, strict=True)
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
-    r, of_all = (
-        torch.cat(by_query),
-        mathematics.logit(q.mean(0) @ others.mean(0), factor, bias) * mean_share(mathematics),
-    )
+    of_all = mathematics.logit(q.mean(0) @ others.mean(0), factor, bias) * mean_share(mathematics)
+    r = torch.cat(by_query)
     if hasattr(mathematics, "of_queries"):
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
@@ -190,10 +199,14 @@ def numbers_of_rows(
     queries: int,
     keys: int,
     own: Sequence[Tensor] = (),
+    positives: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What a loss.py's `of_queries` takes besides sums and positives; `own` are `Inputs.vectors`."""
+    """What a loss.py's `of_queries` takes besides sums and positives; `own` are `Inputs.vectors`, `positives` the
+    numbers of positives."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
+    if positives is not None:
+        found["positives_of_query"] = positives
     names = mathematics.OF_ROWS
     found |= zip(names[len(names) - len(own) :], own, strict=True)
     return {name: found[name] for name in names}

@@ -79,10 +79,13 @@ def tensors(
     shapes = ((case.queries, case.dim), (case.keys, case.dim))
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     q, k = (torch.nn.functional.normalize(x, eps=1e-6) for x in drawn)
-    labels = None
+    labels: Tensor | None = None
+    ids: tuple[Tensor | None, Tensor | None] = None, None
+    if one_sided and with_ids:
+        ids = _ids(case, generator)[0], None
     if positives == "label" and (case.seed % 2 or case.keys < case.queries):
         labels = torch.randint(case.keys, (case.queries,), generator=generator)
-    if one_sided:
+    if one_sided and positives == "label":
         labels = None
         if case.seed % 2 or case.queries % 2:
             away = torch.randint(1, case.queries, (case.queries,), generator=generator)
@@ -91,6 +94,8 @@ def tensors(
         own = torch.arange(case.queries) if labels is None else labels
         if one_sided:
             own = torch.arange(case.queries) % max(1, case.queries // 2) if labels is None else labels
+            if ids[0] is not None:  # rows of one id, almost equal
+                own = ids[0].unique(return_inverse=True)[1]
         q = k[own % case.keys] + 0.05 * q
     elif case.features == "unnormalised":
         q, k = (x * torch.exp2(4 * torch.rand(len(x), 1, generator=generator).to(x) - 2) for x in (q, k))
@@ -103,7 +108,8 @@ def tensors(
     elif case.features == "tiny":
         q, k = 1e-3 * q, 1e-3 * k
     q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
-    ids = _ids(case, generator) if with_ids else (None, None)
+    if with_ids and not one_sided:
+        ids = _ids(case, generator)
     given = (labels, *ids, *_vectors(case, q, generator, vectors))
     others = None if one_sided else k
     return Inputs(q, others, case.scale, case.bias, *(None if x is None else x.to(device) for x in given))

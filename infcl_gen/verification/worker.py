@@ -83,7 +83,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         case = dataclasses.replace(case, queries=len(inputs.q))
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
-        labelled = inputs.labels is not None or inputs.k is None
+        labelled = inputs.labels is not None or (inputs.k is None and module.SPEC["positives"] == "label")
         labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
         whole = inputs._replace(labels=inputs.positives() if labelled else None)
         part = whole.of_rank(q_cuts[rank], k_cuts[rank])

@@ -19,6 +19,8 @@ PROBLEMS = {
     "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
     "triangle": {"loss": "ntxent"},
     "combined triangle": {"loss": "dcl"},
+    "several": {"loss": "infonce_in"},
+    "several of a triangle": {"loss": "supcon_in"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

@@ -16,7 +16,7 @@ from infcl_gen.hardware.detection import FoundDevice, match
 from infcl_gen.hardware.profile import MATMUL_KINDS, Architecture, profile_from_literals
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.kernels import family, forward, fused
-from infcl_gen.kernels.choice import Block
+from infcl_gen.kernels.choice import Block, Choice
 
 SHARED = {
     "sm_80": 166912,
@@ -64,9 +64,9 @@ def test_facts_of_architectures() -> None:
     assert all({"family"} <= set(facts) <= fields for facts in table.values())
     assert all(facts["family"] in family.BLOCKS.keys() & fused.BLOCKS.keys() for facts in table.values())
     a100, h200, b200, mi300x = (load_profile(name) for name in ("a100", "h200", "b200", "mi300x"))
-    block = Block(128, 64, 64, 4, 2)
-    lanes = [forward.key_lanes(block, profile) for profile in (a100, h200, b200, mi300x)]
-    assert lanes == [32, 32, 1, 1] and forward.key_lanes(dataclasses.replace(block, rows=32), h200) == 1
+    block, choice = Block(128, 64, 64, 4, 2), Choice(strategy="panel", dim=768)
+    lanes = [forward.key_lanes(block, choice, profile) for profile in (a100, h200, b200, mi300x)]
+    assert lanes == [32, 32, 1, 1] and forward.key_lanes(dataclasses.replace(block, rows=32), choice, h200) == 1
     assert [fused.wide(profile, block) for profile in (h200, b200)] == [(32, 8), (16, 8)]
     unknown = dataclasses.replace(h200, arch="sm_75").architecture
     assert (unknown.family, unknown.row_lanes, unknown.products_read_shared) == ("small", 0, False)

@@ -40,6 +40,22 @@ def numerics(made: Made, case: Case, device: str = "cpu") -> None:
     assert not failures(rows), f"{case}: {failures(rows)}"
 
 
+def far_positives(made: Made, device: str = "cpu") -> None:
+    """The gate where each positive is as far from its query as can be, and as many other keys are near it."""
+    package, draw = module(made), torch.Generator().manual_seed(5)
+    problem = package.SPEC["problem"]
+    signs = 1.0 - 2.0 * (torch.arange(130) % 2)
+    x = torch.nn.functional.normalize(torch.randn(131, problem["dim"], generator=draw), dim=1)
+    k = (signs[:, None] * (x[0] + 0.02 * x[1:])).to(DTYPES[problem["dtype"]]).to(device)
+    if package.ContrastiveLoss._package.traits.triangle:  # rows 2 i and 2 i + 1 are opposite
+        inputs = Inputs(k, None, 500.0, None, None, (torch.arange(130) // 2).to(device))
+    else:
+        ids = (torch.arange(130) % 2).to(device)
+        inputs = Inputs(k[::2].contiguous(), k, 500.0, None, None, torch.ones_like(ids)[::2], ids)
+    judged = gate(package.loss_and_grads(*inputs[:4], **inputs.given), truth_of(package, inputs))
+    assert not failures(judged), failures(judged)
+
+
 def fitting(package: ModuleType, case: Case) -> Case:
     """The case with what the package was generated for."""
     problem = package.SPEC["problem"]
@@ -500,7 +516,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
         batches.append(inputs_of(package, case, device))
-        if batches[-1].k is None:  # a row's other view is on any rank
+        if inner.traits.triangle and inner.traits.labels:  # a row's other view is on any rank
             batches[-1] = batches[-1]._replace(labels=batches[-1].positives())
 
     def job(rank: int) -> list[list[Tensor]]:

@@ -117,7 +117,8 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
         chosen |= {"forward.depth": wide}
-        if not made.loss.startswith(("siglip", "pairs")):  # sums over pairs have no such kernel
+        # Sums over pairs have no such kernel, nor have losses with any number of positives.
+        if not made.loss.startswith(("siglip", "pairs", "supcon", "infonce_out", "infonce_in")):
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy in ("stash", "rows"):  # the forward's tiles are those of the gradient
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}

@@ -58,6 +58,9 @@ POINTERS = Made("panel", settings=(("descriptors", "off"),))
 TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=384)
 DECOUPLED_ROWS, ROOTS_OF_ROWS = Made("panel", "dcl"), Made("panel", "rince_of_rows")
 MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
+MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
+MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
+SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
@@ -882,6 +885,90 @@ BUGS: dict[str, Bug] = {
         checks.numerics,
         (case(scale=1000.0, features="unnormalised"),),
         "dq",
+    ),
+    "a row is a positive of itself": Bug(
+        MEANS_OF_ROWS,
+        (
+            (
+                "kernels.py",
+                "same_id & (rows[:, None] < columns[None, :])",
+                "same_id & (rows[:, None] <= columns[None, :])",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+        "loss",
+    ),
+    "what is beyond the last row has an id": Bug(
+        dataclasses.replace(SHARES, dim=64, small=False),
+        (("kernels.py", "same_id & (rows < queries)[:, None] & (columns < keys)[None, :]", "same_id"),),
+        checks.selftest,
+    ),
+    "positives of columns are not counted": Bug(
+        MEANS_OF_ROWS,
+        (("kernels.py", "column_found += tl.sum(found, axis=0)", "column_found += 0.0"),),
+        checks.numerics,
+        (case(),),
+        "loss",
+    ),
+    "positives of earlier panels are forgotten": Bug(
+        MEANS,
+        (("schedule.py", "part.positive, fresh_queries and key0 == 0", "part.positive, fresh_queries"),),
+        checks.numerics,
+        (Case(129, 300, 0, scale=14.3, seed=0),),
+        "loss",
+    ),
+    "positives far below all others are lost": Bug(
+        SHARES,
+        (("kernels.py", "tl.where(row_found > 0.0, row_of_positives, 1.0)", "1.0"),),
+        checks.far_positives,
+        (),
+        "loss|dq",
+    ),
+    "positives of columns far below all others are lost": Bug(
+        SHARES_OF_ROWS,
+        (
+            ("kernels.py", "tl.where(column_found > 0.0, column_positives, 1.0)", "1.0"),
+            ("kernels.py", "tl.where(row_found > 0.0, row_of_positives, 1.0)", "1.0"),
+        ),
+        checks.far_positives,
+        (),
+        "loss|dq",
+    ),
+    "each of some positives has the slope of one": Bug(
+        MEANS,
+        (("kernels.py", "(positive_slope / positives_of_query)", "positive_slope"),),
+        checks.numerics,
+        (Case(129, 120, 0, scale=14.3, seed=6),),
+        "dq",
+    ),
+    "columns have the slopes of rows": Bug(
+        MEANS_OF_ROWS,
+        (("kernels.py", "tl.load(key_sum_of_positives + visiting_keys)", "tl.load(sum_of_positives + visiting_keys)"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "a row and itself have a gradient by their id": Bug(
+        SHARES_OF_ROWS,
+        (("kernels.py", "tl.where(rows[:, None] == columns[None, :], 0.0, value)", "value"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "a row without positives has a weight": Bug(
+        MEANS,
+        (("kernels.py", "weight = tl.where(found, weight, nothing)", "weight += nothing"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "ids of another rank's rows are the own": Bug(
+        SEVERAL_OF_A_RING,
+        (("_runtime/engine.py", 'ids = trip["key ids"].view(-1) if traits.ids else None', "ids = self.key_ids"),),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
     ),
     "a row has the g of the other at its positive": Bug(
         MARGINS_OF_ROWS,

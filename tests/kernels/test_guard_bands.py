@@ -25,6 +25,9 @@ PACKAGES = {
     "triangle, fp32": Made("panel", "ntxent", "fp32", dim=8),
     "combined triangle": Made("panel", "margin_of_rows"),
     "combined triangle, fp32": Made("panel", "dcl", "fp32", dim=8),
+    "several of a triangle": Made("panel", "supcon_in"),
+    "several of a triangle, fp32": Made("panel", "supcon_out", "fp32", dim=8),
+    "several, pointers": Made("panel", "infonce_in", "fp16", settings=(("descriptors", "off"),)),
     "ids left out": Made("panel", "clip_without_ids"),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
@@ -47,12 +50,14 @@ def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> N
     interpreted(checks.guarded, PACKAGES[name], [(n, (n * 37) % 131) for n in EDGES], 14.3, "cpu", 3)
 
 
-@pytest.mark.parametrize("name", ["panel", "fused", "stash", "triangle", "combined triangle"])
+@pytest.mark.parametrize(
+    "name", ["panel", "fused", "stash", "triangle", "combined triangle", "several of a triangle", "several, pointers"]
+)
 def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> None:
     """At this scale rows differ by more than a tile's one exponential can hold."""
     interpreted(checks.guarded, PACKAGES[name], [(70, 45), (129, 131)], 1000.0)
 
 
 def test_the_cpu_target() -> None:
-    for loss in ("clip", "infonce", "siglip", "ntxent", "dcl"):
+    for loss in ("clip", "infonce", "siglip", "ntxent", "dcl", "supcon_in", "infonce_out"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in range(1, 131, 3)])

@@ -53,6 +53,7 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard")),
         *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows")),
+        *(("panel", loss) for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in")),
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
@@ -143,6 +144,8 @@ RANKS = [
     ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
     ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
+    ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
+    ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
     ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
     ("rows", "smooth", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
@@ -187,11 +190,18 @@ def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) ->
     interpreted(checks.small_probabilities, Made(strategy, "infonce", "fp16"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("loss", ["supcon_in", "infonce_in", "supcon_out"])
+def test_positives_far_below_all_others(interpreted: Interpreter, loss: str, dtype: str) -> None:
+    interpreted(checks.far_positives, Made("panel", loss, dtype))
+
+
 SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"),
+    ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),
 ]  # fmt: skip

@@ -237,9 +237,42 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(sum_over_pairs(softplus((1 - 2 * is_positive) * (X - scale * is_positive / 4))) / queries),
         "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs",
     ),
-    "supcon": (
-        spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_self) - mean_over_positives(X)), "id"),
-        "mean_over_positives",
+    "supcon_and_positives_left_out": (
+        spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_positive) - mean_over_positives(X)), "id"),
+        "where= with is_positive has no kernel yet beside positives='id'",
+    ),
+    "supcon_of_both_forms": (
+        spec(
+            mean_over_queries(
+                logsumexp_over_keys(X) - mean_over_positives(X) / 2 - logsumexp_over_keys(X, is_positive) / 2
+            ),
+            "id",
+        ),
+        "two statistics of positives have no kernel yet",
+    ),
+    "supcon_of_both_sides": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X) - mean_over_positives(X))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_over_positives(X)),
+            "id",
+        ),
+        "positives='id' has no kernel yet beside mean_over_keys",
+    ),
+    "supcon_of_two_logits": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - mean_over_positives(2 * z)), "id"),
+        "positives='id' has kernels for one logit",
+    ),
+    "supcon_with_a_margin": (
+        spec(mean_over_queries(logsumexp_over_keys(X - is_positive) - mean_over_positives(X)), "id"),
+        "a logit with is_positive has no kernel yet beside positives='id'",
+    ),
+    "a mean of one positive": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - mean_over_positives(X)), "label"),
+        "mean_over_positives is of any number",
+    ),
+    "positives and no sum": (
+        spec(mean_over_queries(-mean_over_positives(X)), "id"),
+        "a statistic of positives has no kernel alone",
     ),
     "dcl of both sides": (
         spec(

@@ -33,6 +33,26 @@ EXPECTED = {
     "debiased": Traits(
         key_statistics=NONE, positives="label", combined=True, held=24, classes=("positive",), domain="triangle"
     ),
+    "supcon_out": Traits(
+        query_statistics=("logsumexp", "mean_over_positives"),
+        key_statistics=NONE,
+        positives="id",
+        combined=True,
+        held=18,
+        classes=IDS,
+        strips=2,
+        domain="triangle",
+    ),
+    "infonce_in": Traits(
+        query_statistics=("logsumexp", "logsumexp_over_positives"),
+        key_statistics=NONE,
+        known="row",
+        positives="id",
+        combined=True,
+        held=18,
+        classes=IDS,
+        strips=3,
+    ),
     "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),
 }
 

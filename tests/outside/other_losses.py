@@ -25,7 +25,7 @@ ROWS, DIM, HARD = 48, 32, 2  # rows of a rank, and hard negatives of a query
 ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}
 SETTINGS = {  # scale and bias
     "siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0), "ntxent": (10.0, 0.0),
-    "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0),
+    "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0), "supcon_out": (10.0, 0.0), "infonce_out": (10.0, 0.0),
 }  # fmt: skip
 IDS = 12  # distinct ids in a batch of a loss that leaves out pairs of one id
 TIMEOUT_S = 300.0
@@ -119,6 +119,40 @@ def _metric_learning(given: Given, name: str) -> Any:
 
     criterion = getattr(_module("pytorch_metric_learning.losses"), name)(temperature=1 / given.scale.item())
     return criterion(torch.cat(given.unit), torch.arange(ROWS).repeat(2))
+
+
+def _of_classes(given: Given) -> Any:
+    """Its supervised loss of rows with several others of their class."""
+    import torch
+
+    criterion = _module("pytorch_metric_learning.losses").SupConLoss(temperature=1 / given.scale.item())
+    return criterion(torch.cat(given.unit), torch.arange(2 * ROWS) % IDS)
+
+
+def _own_of_classes(given: Given) -> Any:
+    import torch
+
+    from infcl_gen import ContrastiveLoss
+
+    loss = ContrastiveLoss("supcon_out")
+    return loss(torch.cat(given.unit), None, given.scale, query_ids=torch.arange(2 * ROWS) % IDS)
+
+
+def _of_classes_between_sides(given: Given) -> Any:
+    import torch
+
+    (q, k), of = given.unit, torch.arange(ROWS) % IDS
+    criterion = _module("pytorch_metric_learning.losses").SupConLoss(temperature=1 / given.scale.item())
+    return criterion(q, of, ref_emb=k, ref_labels=of.flip(0))
+
+
+def _own_of_classes_between_sides(given: Given) -> Any:
+    import torch
+
+    from infcl_gen import ContrastiveLoss
+
+    of = torch.arange(ROWS) % IDS
+    return ContrastiveLoss("infonce_out")(*given.unit, given.scale, query_ids=of, key_ids=of.flip(0))
 
 
 def _lightly(given: Given, name: str) -> Any:
@@ -222,6 +256,13 @@ COMPARISONS = (
     *(
         Comparison(*_METRIC, f"{name}()", "ntxent", partial(_metric_learning, name=name), learned=False, ours=_of_views)
         for name in ("NTXentLoss", "SupConLoss")
+    ),
+    Comparison(
+        *_METRIC, "SupConLoss()(labels)", "supcon_out", _of_classes, learned=False, ours=_own_of_classes
+    ),
+    Comparison(
+        *_METRIC, "SupConLoss()(ref_emb, ref_labels)", "infonce_out", _of_classes_between_sides, learned=False,
+        ours=_own_of_classes_between_sides,
     ),
     Comparison(
         *_METRIC, "NTXentLoss()(indices_tuple)", "gemini", _pairs_of_metric_learning, hard=True, learned=False,

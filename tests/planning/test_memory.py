@@ -53,6 +53,10 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dcl"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "rince"},
+        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "supcon_in"},
+        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "supcon_out"},
+        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce_in"},
+        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "infonce_out", "frozen": "key"},
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
         {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "ntxent", "memory_budget": "16MiB"},
     ],
@@ -66,10 +70,14 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(rows, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "query")
     k: Any = torch.randn(keys, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "key")
-    if flags.get("loss") in ("ntxent", "dcl", "debiased"):
+    loss = flags.get("loss", "clip")
+    if loss in ("ntxent", "dcl", "debiased", "supcon_in", "supcon_out"):
         k = None
+    ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out")) else {}
+    if ids and k is not None:
+        ids["key_ids"] = torch.arange(keys) // 3
     scale = torch.tensor(3.0, requires_grad=True)
-    measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
+    measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale, **ids).backward())
     assert measured <= predicted <= 1.1 * measured
 
 

@@ -40,8 +40,17 @@ def dense_loss(
     view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
-    logit. Losses of one side follow in `_dense_of_rows`.
+    logit. Losses of one side follow in
+    `_dense_of_rows`, those with any number of positives in `_dense_of_ids`.
     """
+    if name.startswith("supcon"):
+        assert k is None and key_ids is None and labels is None and query_ids is not None
+        itself = torch.eye(len(q), dtype=torch.bool, device=q.device)
+        return _dense_of_ids(name[-3:], scale * (q @ q.T) + bias, query_ids[:, None] == query_ids, ~itself)
+    if name in ("infonce_out", "infonce_in"):
+        assert k is not None and query_ids is not None and key_ids is not None and labels is None
+        same_id = query_ids[:, None] == key_ids
+        return _dense_of_ids(name[-3:], scale * (q @ k.T) + bias, same_id, torch.ones_like(same_id))
     if k is None:
         return _dense_of_rows(name, q @ q.T, scale, bias, labels)
     own = torch.arange(len(q), device=q.device) if labels is None else labels
@@ -86,6 +95,21 @@ def dense_loss(
         return by_query
     assert name in ("clip", "soft", "smooth_clip") and labels is None
     return (by_query + torch.nn.functional.cross_entropy(logits.T, own, label_smoothing=smoothing)) / 2.0
+
+
+def _dense_of_ids(form: str, x: Tensor, same_id: Tensor, compared: Tensor) -> Tensor:
+    """Equations 2 ("out") and 3 ("_in") of arXiv 2004.11362 with a mean over the rows, row by row, from the logits, and
+    which pairs are of one id, and which are compared. A row without positives has a term of 0."""
+    terms = []
+    for logits, same, others in zip(x, same_id, compared, strict=True):
+        of_positives = logits[others].log_softmax(0)[same[others]]
+        if not len(of_positives):
+            terms.append(0.0 * x.sum())
+        elif form == "out":
+            terms.append(-of_positives.sum() / len(of_positives))
+        else:
+            terms.append(-(of_positives.logsumexp(0) - torch.tensor(float(len(of_positives))).to(x).log()))
+    return torch.stack(terms).mean()
 
 
 def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | float, labels: Tensor | None) -> Tensor:

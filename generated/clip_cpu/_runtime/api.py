@@ -209,6 +209,11 @@ def accepted(package: Package, call: Call) -> Call:
             raise ValueError(f"{rows}: {names[1]} must be None")
         k = q.detach() if isinstance(q, Tensor) else q
         call = call._replace(k=k)
+        if package.traits.ids:
+            if key_ids is not None:
+                raise ValueError(f"query_ids are the ids of both sides in {package.loss_name}: key_ids must be None")
+            key_ids = query_ids
+            call = call._replace(key_ids=key_ids)
     _check_features(package, call)
     _check_ids(package, call)
     _check_vectors(package, call)
@@ -296,7 +301,8 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
     if not package.traits.placed:
-        raise ValueError(f"the positives of {package.loss_name} are the keys of a query's id: it takes no labels")
+        own, others = ("a row", "rows") if package.traits.triangle else ("a query", "keys")
+        raise ValueError(f"the positives of {package.loss_name} are the {others} of {own}'s id: it takes no labels")
     if not package.traits.labels:
         raise ValueError(f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)")
     expected = 'labels must be an int64 tensor, "own" or None'
@@ -325,7 +331,8 @@ def _check_ids(package: Package, call: Call) -> None:
             continue
         expected = f"{name} must be an int64 tensor of shape ({_shape(x)[0]},) on {x.device}"
         if ids is None:
-            raise ValueError(f"{package.loss_name} needs query_ids and key_ids: {expected}")
+            needed = "query_ids" if package.traits.triangle else "query_ids and key_ids"
+            raise ValueError(f"{package.loss_name} needs {needed}: {expected}")
         if not isinstance(ids, Tensor):
             raise TypeError(f"{expected}, not {type(ids).__name__}")
         if not fits:

@@ -104,7 +104,8 @@ class Call(NamedTuple):
     vectors              (V, m), in the statistics dtype, on that device: the numbers of `Traits.vectors`, each query's
                          own, or None without any; at first the query_weight and negatives that were passed
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
-    query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id
+    query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id; of a
+                         triangle one tensor, passed as query_ids
     """
 
     q: Tensor
@@ -178,7 +179,9 @@ class Block(NamedTuple):
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
                         positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; of a triangle z of
-                        the positive; a last one, of g by z, where the logit is not affine
+                        the positive; a last one, of g by z, where the logit is not affine. With `Traits.several`: sum
+                        of positives' logits, number of positives; of a log-sum-exp mantissa, number, and last exponent.
+                        After `combine` first g of each positive, or that mantissa over the slope; the exponent stays
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
                         loss has none

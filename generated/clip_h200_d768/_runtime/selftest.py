@@ -74,10 +74,10 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
 
 
 def _ids(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Ids of q and k, each of SHARED neighbours, beyond 32 bits; None where the loss has none."""
-    if k is None or not package.traits.ids:
+    """Ids of q and k, each of SHARED neighbours, beyond 32 bits; None where the loss has none, and of no k."""
+    if not package.traits.ids:
         return None, None
-    query_ids, key_ids = (torch.arange(len(x), device=x.device) // SHARED << 31 for x in (q, k))
+    query_ids, key_ids = (None if x is None else torch.arange(len(x), device=x.device) // SHARED << 31 for x in (q, k))
     return query_ids, key_ids
 
 
@@ -146,7 +146,7 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
     squares, z, parts = g.square(), q @ k.T, []
     if INTERPRETED and package.dtype == torch.bfloat16:
         others = g.clone()
-        others[torch.arange(rows), _own_positives(package, rows)] = 0.0
+        others[_are_positive(package, q, given)] = 0.0
         parts = [g - others, others]
     total = torch.linalg.vector_norm(g * z) + sum((part * z).sum().abs() for part in parts) / typical
     found = {"dscale": unit * times * float(total) / scale}
@@ -166,6 +166,16 @@ def _own_positives(package: Package, rows: int) -> Tensor:
     return torch.arange(rows).roll(rows // 2 if package.traits.triangle else 0)
 
 
+def _are_positive(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
+    """An index of the pairs that are a query and its positive."""
+    rows = len(q)
+    if not package.traits.several:
+        return torch.arange(rows), _own_positives(package, rows)
+    query_ids, key_ids = _ids(package, q, k)
+    assert query_ids is not None
+    return query_ids[:, None] == (query_ids if key_ids is None else key_ids)
+
+
 def _gradients_of_logits(package: Package, q: Tensor, k: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """dL/dz and dL/dx * dx/dbias of each pair, (M, N) in fp64; of a triangle dL/dz_ij + dL/dz_ji."""
     z = (q.double() @ (q if k is None else k).double().T).requires_grad_()
@@ -174,8 +184,8 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor | None, scale: f
     x = package.loss.logit(z, numbers[0], bias)
     classes = [_own_positives(package, len(q)).to(z.device)] if package.traits.labels else []
     query_ids, key_ids = _ids(package, q, k)
-    if query_ids is not None and key_ids is not None:
-        classes.append(query_ids[:, None] == key_ids)
+    if query_ids is not None:
+        classes.append(query_ids[:, None] == (query_ids if key_ids is None else key_ids))
     own = _vectors(package, q.double())
     if "negatives" in own:
         products = torch.einsum("id,ild->il", q.double(), own["negatives"])

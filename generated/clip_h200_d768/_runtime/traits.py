@@ -18,7 +18,9 @@ Domain = Literal["rectangle", "triangle"]
 class Traits:
     """The traits of a loss; the default is that of CLIP.
 
-    query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"
+    query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp", and of its
+                      positives alone, of which there may be any number, "mean_over_positives" or
+                      "logsumexp_over_positives"; with one of these they are counted, and a query without adds nothing
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
@@ -30,8 +32,8 @@ class Traits:
                       "negatives", whose log-sum-exp is such a number
     held              numbers in fp64 of each query that torch holds at most while it computes that weight
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
-                      of their own in a sum over pairs, and are left out of log-sum-exps; "positive": positives are
-                      left out of log-sum-exps, too
+                      of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
+                      the positives, which stay in log-sum-exps; "positive": positives are left out of log-sum-exps, too
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
@@ -99,6 +101,16 @@ class Traits:
         return "same_id" in self.classes
 
     @property
+    def several(self) -> bool:
+        """Whether a query's term has a statistic of its positives, of which there may be any number."""
+        return len(self.query_statistics) > 1
+
+    @property
+    def softmax_of_positives(self) -> bool:
+        """Whether that statistic is a log-sum-exp: the gradients of positives are then its shares, else all alike."""
+        return "logsumexp_over_positives" in self.query_statistics
+
+    @property
     def without_positives(self) -> bool:
         """Whether log-sum-exps leave out positives."""
         return "positive" in self.classes
@@ -106,7 +118,7 @@ class Traits:
     @property
     def masked(self) -> bool:
         """Whether log-sum-exps leave out pairs."""
-        return bool(self.classes) and not self.at_once
+        return bool(self.classes) and not self.at_once and not self.several
 
     @property
     def sums_slopes(self) -> bool:
