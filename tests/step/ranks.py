@@ -49,20 +49,24 @@ def wrapped(module: Pair, wrapper: str) -> tuple[nn.Module, Any]:
 def step(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     """The errors of two steps of this rank's part of a batch, and how often gradients were reduced in one of them."""
     os.environ["INFCL_GEN_CACHE"] = argument["cache"]
-    seat.join_group("cpu", 60.0)
+    device, dtype = (torch.device("cuda", seat.rank), torch.float32) if argument.get("gpus") else (None, torch.float64)
+    seat.join_group("cuda" if device else "cpu", 60.0)
     rows, wrapper, way = argument["rows"], argument["wrapper"], argument["way"]
     first = sum(rows[: seat.rank])
-    original, module = pair(), pair()
+    original, module = pair(), pair(dtype=dtype).to(device)
     if wrapper == "fsdp":
         module.log_scale = nn.Parameter(module.log_scale.detach().reshape(1))
     model, scale = wrapped(module, wrapper)
     towers = (lambda x: model(image=x), lambda x: model(text=x))
-    like, blocks = torch.empty(0, DIM, dtype=torch.float64), [blocks_of([each]) for each in (module.image, module.text)]
-    executed = model_of(original, scale=scale)._replace(
+    like, blocks = (
+        torch.empty(0, DIM, dtype=dtype, device=device),
+        [blocks_of([each]) for each in (module.image, module.text)],
+    )
+    executed = model_of(original, scale=scale, device=torch.device("cpu") if device is None else device)._replace(
         towers=tuple(Tower(run, like, (model,), own) for run, own in zip(towers, blocks, strict=True))
     )
     run = TrainingStep(plans(rows[seat.rank], way), executed)
-    own = [x[first : first + rows[seat.rank]] for x in batch(sum(rows), 3)]
+    own = [x[first : first + rows[seat.rank]].to(dtype) for x in batch(sum(rows), 3)]
     for at in argument.get("interrupts", ()):  # a pass of the image tower, on all ranks; 0: the loss
         interrupted = interrupting(executed, at)
         with contextlib.suppress(KeyboardInterrupt):
@@ -82,10 +86,10 @@ def step(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     for seed in (1, 2):  # the second adds to the gradients of the first
         inputs = batch(sum(rows), seed)
         with counted() as reductions:
-            loss = run(*(x[first : first + rows[seat.rank]] for x in inputs))
+            loss = run(*(x[first : first + rows[seat.rank]].to(dtype) for x in inputs))
         true, of_plain = plain(original, *inputs)
         total = {name: each + total.get(name, 0) for name, each in of_plain.items()}
-        reduced = whole_gradients(module)
+        reduced = {name: each.to("cpu", torch.float64) for name, each in whole_gradients(module).items()}
         total = {name: each.reshape(reduced[name].shape) for name, each in total.items()}
         found["errors"].append(difference(reduced, total))
         found["values"].append(float((loss - true).abs()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from infcl_gen.processes import run_ranks
 
@@ -29,6 +30,20 @@ def test_gradients_are_those_of_the_whole_batch(
     for answer in run_ranks("tests.step.ranks:step", job, len(rows), 120.0):
         assert max(answer["errors"]) < 1e-12 and max(answer["values"]) < 1e-12, answer
         assert answer["reductions"] == (len(rows) > 1) * (6 if wrapper == "fsdp" else 1)  # 5 blocks and the rest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("wrapper", "rows", "way"), [case for case in CASES if len(case[1]) == 2])
+def test_gradients_on_two_gpus_are_those_of_the_whole_batch(
+    wrapper: str, rows: tuple[int, ...], way: str, package_cache: str
+) -> None:
+    """In fp32, over NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
+    job = {"wrapper": wrapper, "rows": list(rows), "way": way, "cache": package_cache, "gpus": True}
+    for answer in run_ranks("tests.step.ranks:step", job, 2, 120.0):
+        assert max(answer["errors"]) < 1e-5 and max(answer["values"]) < 1e-5, answer
+        assert answer["reductions"] == (6 if wrapper == "fsdp" else 1)
 
 
 def test_uneven_micro_batches_under_fsdp2_are_refused_on_all_ranks(package_cache: str) -> None:
