@@ -137,6 +137,7 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
         "triangle": plan.traits.triangle,
+        "of_classes": plan.traits.triangle and plan.traits.ids,
         "k_type": "None" if plan.traits.triangle else "Tensor",
         "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
         "frozen": ABSENT if plan.frozen == "none" else f"The {plan.frozen} side is frozen: it has no gradient.",

@@ -109,7 +109,7 @@ INFONCE_IN = LossSpec(
     source="Khosla et al., arXiv 2004.11362, equation 3, between two sides",
     use="""\
 For queries of which one right answer is enough, and for positives of which some are wrong.
-Positives that are near already have most of the gradient. MIL-NCE is the same without the logarithm of their number.
+Positives that are near already have most of the gradient.
 A call is that of `infonce_out`, and so is what a query without positives adds.""",
 )
 

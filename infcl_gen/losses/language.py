@@ -26,6 +26,7 @@ form exp(x_ij - r_i).
 | `maximum(u, v)`                      | as they come  | the larger one; where they are equal it changes as v does    |
 | `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
 | `queries`, `keys`                    | number        | M and N                                                      |
+| `positives_of_query`                 | query         | the number of a query's positives                            |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
 
 Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose

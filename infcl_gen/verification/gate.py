@@ -247,6 +247,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
     alike = (smooth * z).sum().abs() + product[positives].sum().abs()
     rounding = product.abs().sum().minimum(alike + spread)
+    if cut and traits.several:  # of numbers around a power of 2 only those below it are cut, and these have one sign
+        rounding = product.abs().sum()
     dscale = factor * ((dof_z * z.abs() + accumulation * of_z.abs() * z_sum).sum() + rounded * rounding)
     if traits.sums_slopes:
         dscale += abs(float(mathematics.dscale_rest(scale, bias))) * (dg + accumulation * g.abs()).sum()
@@ -430,6 +432,8 @@ def _of_combined(
     dg = smooth.abs() * (of.dx + of.mean[:, None] + of.v) + dweight[:, None] * of.probability
     dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
     g = smooth + slope[:, None] * of.positive
+    if traits.several:  # positives, of which there may be many, round alike, and so do all other pairs
+        smooth = smooth.masked_fill(inputs.are_positive(mathematics.POSITIVES), 0.0)
     dg += dslope[:, None] * of.positive + slope.abs()[:, None] * of.dpositive
     dterms += statistics.smallest_normal
     by_z = [of.positive * each[:, None] for each in (through_z, dthrough_z)]

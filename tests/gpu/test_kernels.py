@@ -79,6 +79,11 @@ COMBINED = [  # whose queries have weights
 PACKAGES += COMBINED
 PACKAGES += [planned(*each) for each in (("panel", "decoupled_by_id", "bf16", 768), ("panel", "hard", "bf16", 768))]
 PACKAGES += [planned("rows", "hard", "bf16", 64), planned("panel", "ntxent", "bf16", 768)]
+PACKAGES += [planned("panel", "supcon_out", "bf16", 768), planned("panel", "supcon_in", "bf16", 96)]
+PACKAGES += [planned("panel", "infonce_in", "fp32", 96), planned("panel", "infonce_out", "fp16", 40)]
+SMOOTH = [planned(way, "smooth_clip", "bf16", 64) for way in ("panel", "fused", "stash")]
+SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip", "fp32", 96)]
+PACKAGES += SMOOTH
 
 
 def tuned() -> list[Made]:
@@ -168,17 +173,17 @@ def test_not_finite_in_not_finite_out(made: Made) -> None:
             checks.not_finite_scalar(made, which, value, "cuda")
 
 
-@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, *COMBINED, planned("panel", "siglip", "bf16", 64)]))
+@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, *COMBINED, *SMOOTH, planned("panel", "siglip", "bf16", 64)]))
 def test_the_same_bits_on_100_repeats(made: Made) -> None:
     checks.repeatable(made, Case(2049, 1000, 0, scale=14.3, bias=-1.0, seed=1), 100, "cuda")
 
 
-@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, planned("panel", "siglip", "bf16", 64)]))
+@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, *SMOOTH, planned("panel", "siglip", "bf16", 64)]))
 def test_graphs_and_no_waiting(made: Made) -> None:
     checks.captured(made)
 
 
-@pytest.mark.parametrize("made", grouped(ONE_OF_EACH + COMBINED))
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH + COMBINED + SMOOTH))
 def test_recorded_graphs_give_the_same_bits(made: Made) -> None:
     checks.recorded(made)
 

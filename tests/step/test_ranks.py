@@ -37,12 +37,13 @@ def test_gradients_are_those_of_the_whole_batch(
 def test_gradients_on_two_gpus_are_those_of_the_whole_batch(
     wrapper: str, rows: tuple[int, ...], way: str, package_cache: str
 ) -> None:
-    """In fp32, over NCCL."""
+    """In fp32, over NCCL. The loss multiplies fp32 features as two halves each: 2^-17 of a product, of which 7 pairs
+    leave 2e-5 of the smallest gradient."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}")
     job = {"wrapper": wrapper, "rows": list(rows), "way": way, "cache": package_cache, "gpus": True}
     for answer in run_ranks("tests.step.ranks:step", job, 2, 120.0):
-        assert max(answer["errors"]) < 1e-5 and max(answer["values"]) < 1e-5, answer
+        assert max(answer["errors"]) < 5e-5 and max(answer["values"]) < 1e-5, answer
         assert answer["reductions"] == (6 if wrapper == "fsdp" else 1)
 
 
