@@ -439,6 +439,7 @@ def efficiencies(rows: Rows) -> str:
 def _who(row: dict[str, Any]) -> str:
     package, ranks = row.get("package"), row.get("ranks", 1)
     who = row["impl"] if package in (None, "generated") else f"{row['impl']}, {package}"
+    who += f", frozen {row['frozen']}" if row.get("frozen", "none") != "none" else ""
     how = f", by {row['transport']}" if row.get("transport") else ""
     if how and row["budget_bytes"] != row["predicted_peak_bytes"]:  # else the plan without a budget
         how += f", {row['budget_bytes'] / 1e6:.0f} MB"

@@ -83,3 +83,11 @@ def test_the_steps_of_the_paper_are_what_the_command_plans(model: str, inputs: s
     shown = tables.paper_step(model, 8, inputs, None)
     assert 8 * shown.towers[0].samples == pytest.approx(plan["largest_batch"], rel=0.01)
     assert shown.peak_bytes == pytest.approx(80e9, rel=1e-4) and shown.peak_bytes <= tables.PAPER_MEMORY
+
+
+def test_a_row_with_a_frozen_side_stands_by_itself() -> None:
+    """Planted: its figures replace those of the whole."""
+    whole = next(row for row in rows_of_several_points() if row["impl"] == "infcl" and row["batch"] == 4096)
+    frozen = {**whole, "frozen": "key", "median_ms": 7.0}
+    text = tables.comparisons([whole, frozen], {})
+    assert "| infcl | 4096.00 ± 0.50, 4096 |" in text and "| infcl, frozen key | 7.00 ± 0.50, 4096 |" in text
