@@ -150,7 +150,7 @@ def test_a_module_is_refused_where_it_is_made() -> None:
             LossSpec("bad", language.mean_over_queries(row)),
         ),
         (infcl_gen.InputError, r"^loss: '\{clip' must be a name or FILE\.py:NAME", "{clip"),
-        (infcl_gen.InputError, r"^loss: expected text, got \[1\]$", [1]),
+        (infcl_gen.InputError, r"^loss: \[1\] is no name, FILE.py:NAME or LossSpec$", [1]),
     ):
         with pytest.raises(error, match=message):
             infcl_gen.ContrastiveLoss(loss)

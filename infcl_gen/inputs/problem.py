@@ -87,6 +87,8 @@ class Problem:
         if self.precision != "default" and self.dtype != "fp32":
             raise InputError(f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'")
         named = self.loss.name if isinstance(self.loss, Formula) else self.loss
+        if not isinstance(named, str):
+            raise InputError(f"--loss: {show(named)} is no name, FILE.py:NAME or LossSpec")
         path, colon, name = check_text("--loss", named).rpartition(":")
         if (colon and Path(path).suffix != ".py") or not (name.isascii() and name.isidentifier()):
             raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")

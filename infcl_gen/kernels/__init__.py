@@ -61,7 +61,7 @@ def tiles(strategy: str, traits: Traits) -> tuple[Tile, ...]:
     """The tiles of a strategy's kernels for a loss, in the order of KERNELS."""
     named = {each.tile.name: each.tile for each in FAMILIES if each.tile and strategy in each.strategies}
     placed = traits.placed and not traits.at_once
-    return tuple(named[name] for name in KERNELS if name in named and (named[name].of_pairs or placed))
+    return tuple(named[name] for name in KERNELS if name in named and (placed or not named[name].for_placed))
 
 
 def default_blocks(

@@ -12,7 +12,7 @@ class PositiveTile(Tile):
 
     name = "positive"
     square = True
-    of_pairs = False
+    for_placed = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.operand_bytes != 2:

@@ -124,7 +124,7 @@ _OUTSIDE = {
     "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
     "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
     "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
-    "positives_of_query": "positives_of_query has no kernel yet: pass its reciprocal as query_weight",
+    "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
 }
 _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
 _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
@@ -225,7 +225,8 @@ def _with_statistic_of_positives(spec: LossSpec, formula: Expr, domain: Domain) 
         (formula.has(language.positive), f"positive(x) of positives='id', of which a query has any number: write "
                                          f"{_SEVERAL}"),
         (not of_mean and not of_sum, "positives='id' has no kernel without a statistic of positives: add "
-                                     f"{_SEVERAL}, or write sum_over_pairs"),
+                                     f"mean_over_positives(x) or logsumexp_over_keys(x, where={display(mask)})"
+                                     + ", or write sum_over_pairs" * (domain == "rectangle")),
         (of_mean and of_sum, f"two statistics of positives have no kernel yet beside each other: write {_SEVERAL}"),
         (any(each.args[0].has(is_positive) for each in of_left),
          "a logit with is_positive has no kernel yet beside positives='id': write positives='label'"),
@@ -271,8 +272,9 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
 
     for mean in sorted(formula.atoms(*_OF_ALL), key=sympy.default_sort_key):
         name, inside = mean.func.__name__, mean.args[0]
-        rest = display(sympy.expand(inside.xreplace({is_positive: Integer(0)})))
-        refuse((inside.has(is_positive), f"{name} of a logit that depends on is_positive: write {name}({rest})"))
+        rest = sympy.expand(inside.xreplace({is_positive: Integer(0)}))
+        remedy = f"{name}({display(rest)})" if rest.has(z) else "positive"
+        refuse((inside.has(is_positive), f"{name} of a logit that depends on is_positive: write {remedy}"))
     found = formula.replace(lambda e: isinstance(e, _SUMS), apart)
     of_positives = lambda e: e.xreplace({is_positive: Integer(1)})  # noqa: E731
     return found.replace(lambda e: isinstance(e, language.positive), of_positives)

@@ -268,20 +268,23 @@ _VALUES: dict[Any, Callable[..., Expr]] = {
 }
 
 
+SIMILARITIES = (Integer(-1), Rational(-1, 2), Integer(0), Rational(1, 2), Integer(1))  # of features of norm 1
+
+
 def check_defined(pair: Expr) -> None:
     """Raises LossError where an expression of a pair, in z, scale and bias, has the logarithm or the root of what is
-    negative at one end of the similarities of features of norm 1, for a scale of 1 and a bias of 0."""
+    negative at a similarity of SIMILARITIES, for a scale of 1 and a bias of 0."""
     for function in pair.atoms(sympy.log, sympy.Pow):
         if function.is_Pow and function.exp.is_Integer:
             continue
         value = function.args[0]
         for known, meaning in _VALUES.items():
             value = value.replace(known, meaning)
-        for end in (-1, 1):
-            found = sympy.N(value.xreplace({z: Integer(end), scale: Integer(1), bias: Integer(0)}))
+        for at in SIMILARITIES:
+            found = sympy.N(value.xreplace({z: at, scale: Integer(1), bias: Integer(0)}))
             if found.is_extended_real and found < 0:
                 raise LossError(
-                    f"{function} is undefined at z = {end}, scale = 1, bias = 0; maximum({function.args[0]}, 1e-6) "
+                    f"{function} is undefined at z = {at}, scale = 1, bias = 0; maximum({function.args[0]}, 1e-6) "
                     "inside of it is defined everywhere"
                 )
 

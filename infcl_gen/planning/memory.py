@@ -21,7 +21,7 @@ from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Copy, Place, Table
 
 MIB = 2**20
 ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
-# Rows that a GPU adds up at a time for sums of features, and rows of fp32 that a strip takes elsewhere.
+# As in runtime/means.py: rows that a GPU adds up at a time for sums of features; rows of fp32 that a strip takes.
 MEAN_ROWS, MEAN_STRIP = 256, 64
 STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
 # In the order of `CostModel._values`.

@@ -159,8 +159,9 @@ class Probe:
         return sum(value.nbytes for _, value in changed) + drawn
 
     def costs(self, backward: bool) -> PassCosts:
-        """The costs of micro-batches of SMALLEST samples, twice as many, and so on; where twice as many do not fit, of
-        the most quarters more that do."""
+        """The costs of micro-batches of SMALLEST samples, twice as many, and so on.
+
+        Where twice as many are predicted not to fit, of the most quarters more that are."""
         rows: list[tuple[int, float, int, int, float, int]] = []
         size, limit, agree = min(SMALLEST, self.limits.micro_batch), self.limits.micro_batch, self.limits.agree
         while self._measured(rows, size, backward) and size < limit and agree(self.worth_growing(rows)):

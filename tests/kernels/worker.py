@@ -105,8 +105,9 @@ def run_apart(check: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
         try:
             with open(writer, "w") as answer:
                 answer.write(run(check, arguments))
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     os.close(writer)
     with open(reader) as answer:
         failure = answer.read()

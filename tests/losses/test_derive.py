@@ -466,7 +466,7 @@ OFFERED = {  # refused, and what the message says to write instead
         mean_over_queries(_NEAR + softplus(_FAR - _NEAR) - _NEAR),
     ),
     "numbers of positives": (
-        mean_over_queries((logsumexp_over_keys(X) - positive(X)) / positives_of_query), "as query_weight",
+        mean_over_queries((logsumexp_over_keys(X) - positive(X)) / positives_of_query), "is of many positives",
         mean_over_queries((logsumexp_over_keys(X) - positive(X)) * query_weight),
     ),
     "a row and itself of two sides": (

@@ -49,7 +49,7 @@ def test_a_loss_is_given_itself(file: Path) -> None:
     assert infcl_gen.load(loss=BUILTIN_LOSSES["clip"], **flags).SPEC == infcl_gen.load(**flags).SPEC
     problem = infcl_gen.Problem(batch_size=64, dim=16, loss=load_loss(f"{file}:MINE"))
     assert problem.loss_name == "mine" and hash(problem) == hash(problem)
-    with pytest.raises(infcl_gen.InputError, match=r"loss: expected text, got \[1\]"):
+    with pytest.raises(infcl_gen.InputError, match=r"loss: \[1\] is no name"):
         infcl_gen.load(loss=[1], **flags)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import infcl_gen
-from infcl_gen.planning import Plan
+from infcl_gen.planning import Plan, memory
+from infcl_gen.runtime import means
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.properties import DTYPES
 from tests.kernels.tiers import LONG
@@ -337,3 +338,8 @@ def test_a_gather_allocates_what_is_planned(flags: dict[str, Any], world: int) -
         q.grad = k.grad = scale.grad = None
         measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
     assert measured <= predicted <= 1.1 * measured
+
+
+def test_means_are_planned_as_they_are_added_up() -> None:
+    """The planner runs without torch, which `means` imports. A strip's fp64 rows are two of fp32 each."""
+    assert (memory.MEAN_ROWS, memory.MEAN_STRIP) == (means.EACH, 2 * means.STRIP_ROWS)
