@@ -147,9 +147,27 @@ def planted(packages: Callable[..., ModuleType], folder_of: Callable[[ModuleType
         original = folder_of(packages(loss, **options))
         target = original.parent / f"planted_{loss}_{''.join(c for c in bug if c.isalpha())}"
         if not target.exists():
-            shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
-            plant(bug, edits, target)
-            importlib.invalidate_caches()
+            copy_with(bug, edits, original, target)
         return target.name
+
+    return make
+
+
+def copy_with(bug: str, edits: tuple[Edit, ...], original: Path, target: Path) -> None:
+    """A package's folder again, with edits, where imports find it."""
+    shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
+    plant(bug, edits, target)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def with_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
+    """`with_bug(package, bug, old, new)` -> the package with that edit of its schedule."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(package: ModuleType, bug: str, *edit: str) -> ModuleType:
+        name = f"{package.__name__.rpartition('.')[2]}_{''.join(c for c in bug if c.isalpha())}"
+        copy_with(bug, (("schedule.py", *edit),), Path(str(package.__file__)).parent, tmp_path / name)
+        return importlib.import_module(name)
 
     return make

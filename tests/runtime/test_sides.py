@@ -6,8 +6,7 @@ import functools
 import importlib
 import itertools
 import math
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,6 @@ from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, tensors
 from infcl_gen.verification.worker import averaged
-from tests.kernels.planted import plant
 from tests.runtime.in_process import World
 from tests.runtime.pool import Pool, results
 from tests.runtime.test_triangle import DIM, PANELS, features, labels_of
@@ -260,26 +258,10 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`planted(bug)` -> the package with the bug."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def make(bug: str) -> ModuleType:
-        loss, *edit = BUGS[bug]
-        name = f"sides_{''.join(c for c in bug if c.isalpha())}"
-        original = Path(str(package(loss).__file__)).parent
-        shutil.copytree(original, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-        plant(bug, (("schedule.py", *edit),), tmp_path / name)
-        importlib.invalidate_caches()
-        return in_panels(importlib.import_module(name))
-
-    yield make
-
-
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_noticed(planted: Any, bug: str) -> None:
-    wrong, loss = planted(bug), BUGS[bug][0]
+def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
+    loss, *edit = BUGS[bug]
+    wrong = in_panels(with_bug(package(loss), bug, *edit))
     with pytest.raises(AssertionError):
         for kind in ("any", "pairs"):
             as_defined(wrong, loss, 22, kind, 2.0)
