@@ -159,19 +159,19 @@ class Probe:
         return sum(value.nbytes for _, value in changed) + drawn
 
     def costs(self, backward: bool) -> PassCosts:
-        """The costs of micro-batches of SMALLEST samples, twice as many, and so on.
-
-        Where twice as many are predicted not to fit, of the most quarters more that are."""
+        """The costs of micro-batches of SMALLEST samples, twice as many, and so on; where twice as many do not fit, of
+        the most quarters more that do."""
         rows: list[tuple[int, float, int, int, float, int]] = []
         size, limit, agree = min(SMALLEST, self.limits.micro_batch), self.limits.micro_batch, self.limits.agree
-        while self._measured(rows, size, backward) and size < limit and agree(self.worth_growing(rows)):
+        doubled = self._measured(rows, size, backward)
+        while doubled and size < limit and agree(self.worth_growing(rows)):
             wanted = [min(2 * size, limit), *(size * quarters // 4 for quarters in (7, 6, 5))]
-            larger = next((each for each in wanted if size < each <= limit and agree(self.fits(rows, each))), size)
-            if larger != wanted[0]:
-                if larger > size:
-                    self._measured(rows, larger, backward)
-                break
-            size = larger
+            candidates = (each for each in wanted if size < each <= limit)
+            fitting = (
+                each for each in candidates if agree(self.fits(rows, each)) and self._measured(rows, each, backward)
+            )
+            size = next(fitting, size)
+            doubled = size == wanted[0]
         if len(rows) == 1 and rows[0][0] > 1:  # what a pass takes whatever its size shows between two sizes
             rows.insert(0, (rows[0][0] // 2, *self.row(rows[0][0] // 2, backward)))
         if not rows:

@@ -485,8 +485,9 @@ def test_the_largest_micro_batch_that_is_measured_nearly_fills_the_memory(
 
 
 def test_a_micro_batch_that_did_not_fit_is_not_among_the_sizes() -> None:
+    """Those of fewer quarters follow. Planted: none does."""
     probe = Linear(10**9)
-    assert probe.costs(backward=True).sizes == (16, 32, 64, 128) and probe.sizes[-1] == 256
+    assert probe.costs(backward=True).sizes == (16, 32, 64, 128, 192) and probe.sizes[-3:] == [256, 224, 192]
 
 
 def test_a_size_that_another_rank_cannot_pass_is_not_among_the_sizes() -> None:
