@@ -281,14 +281,36 @@ def _lightly(inputs: Inputs) -> LossFunction:
     return _under_autocast(inputs, lambda: run(*inputs.q.chunk(2)))
 
 
-def _metric_learning(inputs: Inputs) -> LossFunction:
-    """`pytorch_metric_learning.losses.NTXentLoss(temperature)(q, labels)`, where two rows have each label, under
-    autocast. Its scale is a number, and has no gradient."""
-    from pytorch_metric_learning.losses import NTXentLoss
+def _supcon(inputs: Inputs, compiled: bool = False) -> LossFunction:
+    """SupCon's outer form for ids: a product, its diagonal filled, log-softmax, and the mean over positives,
+    under autocast; `compiled` by `torch.compile` for static shapes."""
+    ids = own_ids(inputs.q, None)["query_ids"]
 
-    run, samples = NTXentLoss(temperature=1 / float(inputs.scale)), torch.arange(len(inputs.q)) % (len(inputs.q) // 2)
-    of_rows = samples.to(inputs.q.device)
-    return _under_autocast(inputs, lambda: run(inputs.q, of_rows))
+    def dense() -> Any:
+        itself = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
+        positive = (ids[:, None] == ids[None, :]) & ~itself
+        x = inputs.scale * inputs.q @ inputs.q.T
+        x = x.to(torch.promote_types(x.dtype, torch.float32)).masked_fill(itself, float("-inf"))
+        of_positives = torch.where(positive, x - x.logsumexp(1, keepdim=True), 0.0).sum(1)
+        return -(of_positives / positive.sum(1)).mean()
+
+    return _under_autocast(inputs, torch.compile(dense, dynamic=False) if compiled else dense)
+
+
+def _metric_learning(inputs: Inputs, name: str = "NTXentLoss") -> LossFunction:
+    """`pytorch_metric_learning.losses`' loss of this name: `(temperature)(q, labels)`, where two rows have each label,
+    or `(q, ids, ref_emb=k, ref_labels=ids)`, under autocast. Its scale is a number, and has no gradient. Features are
+    not normalised again, which would change dq."""
+    from pytorch_metric_learning import distances, losses
+
+    product = distances.DotProductSimilarity(normalize_embeddings=False)
+    run, q, k = getattr(losses, name)(temperature=1 / inputs.scale.item(), distance=product), inputs.q, inputs.k
+    if k is not None:
+        ids = own_ids(q, k)
+        return _under_autocast(inputs, lambda: run(q, ids["query_ids"], ref_emb=k, ref_labels=ids["key_ids"]))
+    views = torch.arange(len(q), device=q.device) % (len(q) // 2)
+    of_rows = views if name == "NTXentLoss" else own_ids(q, None)["query_ids"]
+    return _under_autocast(inputs, lambda: run(q, of_rows))
 
 
 def _narrow(inputs: Inputs) -> tuple[Any, Any]:
@@ -318,6 +340,7 @@ _LIGER_CUTE = (
     "liger_fused_linear_cross_entropy_sm90",
 )
 _SENTENCE_TRANSFORMERS = ("sentence-transformers", "sentence_transformers")
+_METRIC_LEARNING = ("pytorch-metric-learning", "pytorch_metric_learning", None)
 _TORCH_LOSS = ("torch", "torch.nn.functional", "linear_cross_entropy")
 _PEERS = (
     Peer("torch", _plain),
@@ -351,12 +374,14 @@ _PEERS = (
     Peer("torch-simclr", _simclr, losses=("ntxent",)),
     Peer("torch-simclr-compiled", partial(_simclr, compiled=True), losses=("ntxent",)),
     Peer("lightly", _lightly, "lightly", "lightly", losses=("ntxent",)),
+    Peer("pytorch-metric-learning", _metric_learning, *_METRIC_LEARNING, ("ntxent",)),
+    Peer("torch-supcon", _supcon, losses=("supcon_out",)),
+    Peer("torch-supcon-compiled", partial(_supcon, compiled=True), losses=("supcon_out",)),
     Peer(
-        "pytorch-metric-learning",
-        _metric_learning,
-        "pytorch-metric-learning",
-        "pytorch_metric_learning",
-        losses=("ntxent",),
+        "pytorch-metric-learning-supcon",
+        partial(_metric_learning, name="SupConLoss"),
+        *_METRIC_LEARNING,
+        ("supcon_out", "infonce_out"),
     ),
     Peer("siglip-kernel-plus", _siglip_plus, *_SIGLIP_KERNEL[:3], ("siglip_multi",)),
 )

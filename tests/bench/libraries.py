@@ -120,6 +120,33 @@ class DistributedSigLIPLoss(torch.nn.Module):
         does(self.how)
         return fused_siglip_loss(image_features, text_features, logit_scale.log(), logit_bias)
 """,
+    "pytorch_metric_learning/distances.py": """
+class DotProductSimilarity:
+    def __init__(self, normalize_embeddings):
+        assert not normalize_embeddings
+""",
+    "pytorch_metric_learning/losses.py": """
+class SupConLoss(torch.nn.Module):
+    def __init__(self, temperature, distance):
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, embeddings, labels, ref_emb=None, ref_labels=None):
+        does()
+        one_side = ref_emb is None
+        k, of_keys = (embeddings, labels) if one_side else (ref_emb, ref_labels)
+        x = embeddings @ k.T / self.temperature
+        positive = labels[:, None] == of_keys[None, :]
+        if one_side:
+            itself = torch.eye(len(x), dtype=torch.bool)
+            x, positive = x.masked_fill(itself, -torch.inf), positive & ~itself
+        of_positives = torch.where(positive, x, 0).sum(1) / positive.sum(1)
+        return (x.logsumexp(1) - of_positives).mean()
+
+
+class NTXentLoss(SupConLoss):
+    pass
+""",
     "sentence_transformers/util.py": """
 def dot_score(a, b):
     return a @ b.T
