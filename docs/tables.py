@@ -210,6 +210,7 @@ def section(spec: LossSpec) -> str:
         ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
         ("ids", ids if traits.ids else "none"),
         *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
+        *[("factors of similarities", ", ".join(f"`{name}`" for name in traits.scaled))] * bool(traits.scaled),
         ("statistics", ", ".join(reduced) or "none"),
         ("gradients", FROM_ROWS if traits.triangle else BY_ROWS if by_rows else WHEN_KNOWN[traits.known]),
         ("products", products(planned) + "; 1 without gradients" * traits.at_once),

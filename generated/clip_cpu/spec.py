@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "11184ffd2d7173d4efd6f337a4326314c41e8cddf9765c6497b5cea289e77e37",
+    "digest": "dc988758ff96924c9222fdc54d37c3e2553964555c7466b5fe7dbf6345ed6b22",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -49,6 +49,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "scaled": (),
         },
     },
     "device": {

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "3dd5315f6ece31faef3f32caf83dfb5f0b121d4b0b8e34b9bd1a4a5cf97fe447",
+    "digest": "7a6e91a69253166b573510428f950e05423c73ce6bae52b35c956afb87a0a956",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -49,6 +49,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "scaled": (),
         },
     },
     "device": {

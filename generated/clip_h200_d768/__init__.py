@@ -40,7 +40,7 @@ _package = _api.bind(SPEC, _loss, _schedule)
 class ContrastiveLoss(_api.ContrastiveLoss):
     """The loss of a global batch as a module, with the arguments and results of open_clip's ClipLoss:
     `ContrastiveLoss(group=None)(image_features, text_features, logit_scale, logit_bias=None, *, labels=None,
-    query_ids=None, key_ids=None, query_weight=None, negatives=None)`.
+    query_ids=None, key_ids=None, query_weight=None, negatives=None, query_scale=None, key_scale=None)`.
 
     group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip, in its
     order. rank and world_size, if given, must be the group's. local_loss, gather_with_grad and cache_labels are
@@ -56,6 +56,7 @@ def contrastive_loss(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, negatives: Tensor | None = None,
+    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     group: Any = None, grad_sync: str = "mean", reduction: str = "mean", check_ranks: str = "first",
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
@@ -73,6 +74,7 @@ def contrastive_loss(
                  else None.
     query_weight  (M,) of a loss with weights of queries, and negatives (M, H, D), H further keys of each query that no
                  other sees, of a loss with them; floating-point, on the device of q. Both have gradients.
+    query_scale  (M,) and key_scale (N,) of a loss with scales of single queries or keys, 1 / temperature; the same.
     group        a ProcessGroup, a 1-D DeviceMesh, or None: the default group if there is one, else this device.
     grad_sync    "mean": gradients are right after averaging over the ranks (DDP, FSDP); "sum": after summing.
     reduction    "mean", or "sum": M times as much.
@@ -83,8 +85,9 @@ def contrastive_loss(
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree.
     """
     options = _api.options_of(group, grad_sync, reduction, check_ranks)
+    own = query_weight, negatives, query_scale, key_scale
     return _api.differentiable_loss(
-        _package, q, k, scale, bias, (query_weight, negatives), labels, query_ids, key_ids, options
+        _package, q, k, scale, bias, own, labels, query_ids, key_ids, options
     )
 
 
@@ -92,13 +95,15 @@ def loss_and_grads(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, negatives: Tensor | None = None,
+    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     group: Any = None, grad_sync: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, dq (M, D), dk (N, D), dscale, dbias), without an autograd graph: dq and dk in the features' dtype, the
     others 0-dim. Arguments as for `contrastive_loss`; None as bias is 0."""
     options = _api.options_of(group, grad_sync)
+    own = query_weight, negatives, query_scale, key_scale
     return _api.loss_and_grads(
-        _package, q, k, scale, bias, (query_weight, negatives), labels, query_ids, key_ids, options
+        _package, q, k, scale, bias, own, labels, query_ids, key_ids, options
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f6885656b8de1db1557b57f149caae88e78ca4c63ab41ca5949558d6c1873f08",
+    "digest": "903a855e602f43e2bfda66bbbe1fba15799d5d0b565aa64fa9da539eac7aa7fa",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -49,6 +49,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "scaled": (),
         },
     },
     "device": {

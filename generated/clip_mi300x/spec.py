@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f00dfe1ae2be0898ccaf2a497020059777516856bad2354caf8af9dacb430db0",
+    "digest": "27a5f799d6dff8cb3d4dd8c06467b45ddbcb6c3747f7b88d67e8341de40bf2ac",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -49,6 +49,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "scaled": (),
         },
     },
     "device": {

@@ -31,6 +31,7 @@ DBIAS = 0.0  # dL/dbias of the whole batch
 CLASSES = ()  # of pairs, besides positives
 DOMAIN = "rectangle"  # of pairs: of a triangle, rows are compared with each other, but not with themselves
 VECTORS = ()  # the queries' own numbers
+SCALES = ()  # numbers that multiply rows of features
 
 
 def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -73,6 +74,7 @@ def reference(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, negatives: Tensor | None = None,
+    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
@@ -83,6 +85,8 @@ def reference(
     query_ids, key_ids  must be None.
     query_weight        must be None.
     negatives           must be None.
+    query_scale         must be None.
+    key_scale           must be None.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
     Takes the memory of (M, N) logits. Raises ValueError where shapes do not fit.
@@ -106,6 +110,10 @@ def reference(
         raise ValueError("this loss takes no query_weight")
     if negatives is not None:
         raise ValueError("this loss takes no negatives")
+    if query_scale is not None:
+        raise ValueError("this loss takes no query_scale")
+    if key_scale is not None:
+        raise ValueError("this loss takes no key_scale")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
     if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):

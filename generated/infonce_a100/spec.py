@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "c6011276a07e6a5987c683597ce990af95c133bfb8c5d2c7afdb221a9cb3e3f8",
+    "digest": "a92d4a03f0af428ec81d693db5900f3cc56bf2e7477a6ef2faed211f7b0686c7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -46,6 +46,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "scaled": (),
         },
     },
     "device": {

@@ -193,19 +193,22 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
     elif k is not None and module.SPEC["positives"] == "label" and len(q) > len(k):
         labels = torch.arange(len(q), device=q.device) % len(k)
     traits = module.SPEC["loss"]["traits"]
-    own = own_keywords(traits["classes"], traits["vectors"], q, k)
+    own = own_keywords(traits["classes"], (*traits["vectors"], *traits["scaled"]), q, k)
     return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **own), q, k, scale, autocast)
 
 
-def own_keywords(classes: Sequence[str], vectors: Sequence[str], q: Any, k: Any, first: int = 0) -> dict[str, Any]:
-    """What a loss of these `Traits` takes besides features: ids, weights of queries, and one negative of each, the key
-    behind its own. `first`: of this rank's rows."""
+def own_keywords(classes: Sequence[str], own: Sequence[str], q: Any, k: Any, first: int = 0) -> dict[str, Any]:
+    """What a loss of these `Traits` takes besides features: ids, weights of queries, one negative of each, the key
+    behind its own, and scales of queries and keys. `first`: of this rank's rows."""
     found = own_ids(q, k, first) if "same_id" in classes else {}
     behind = torch.arange(1, len(q) + 1, device=q.device)
-    if "query_weight" in vectors:
+    if "query_weight" in own:
         found["query_weight"] = behind / len(q)
-    if "negatives" in vectors:
+    if "negatives" in own:
         found["negatives"] = k.detach()[behind % len(k)][:, None]
+    for name, x in (("query_scale", q), ("key_scale", k)):
+        if name in own:
+            found[name] = torch.linspace(0.5, 1, len(x), device=x.device)
     return found
 
 

@@ -288,6 +288,7 @@ class Derivation:
             strips=self._strips,
             domain=self.form.domain,
             means=self.mean_share != 0,
+            scaled=self.form.scaled,
         )
 
     def travelling(self, dim: int, of_query: int) -> tuple[Travelling, ...]:

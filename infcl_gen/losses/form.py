@@ -65,6 +65,7 @@ class Form:
     excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
                 but no positive
     domain      of the pairs (i, j): as in `Traits`
+    scaled      as in `Traits`: z is the product of features times these, in all expressions
     """
 
     spec: LossSpec
@@ -77,6 +78,7 @@ class Form:
     excluded: tuple[str, ...] = ()
     domain: Domain = "rectangle"
     of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
+    scaled: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -106,6 +108,7 @@ class Form:
 _OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
 OWN = {"query_weight": u, "negatives": h}
+SCALES = (language.query_scale, language.key_scale)
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
 _OF_ALL = (language.mean_of_keys, language.mean_of_queries)
@@ -137,6 +140,7 @@ def form_of(spec: LossSpec) -> Form:
     if domain == "triangle":
         _check_triangle(spec)
         written = written.xreplace({_OF_QUERIES: z})
+    written, scaled = _of_scaled_features(written)
     by_id = "mean_of_keys(x) has no kernel yet beside positives='id': leave it out, or write positives='label'"
     refuse((spec.positives == "id" and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
@@ -145,7 +149,8 @@ def form_of(spec: LossSpec) -> Form:
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
     if of_pairs:
-        return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
+        of_pairs = written.atoms(language.sum_over_pairs)
+        return _pointwise(spec, written, sorted(of_pairs, key=sympy.default_sort_key), scaled)
     written, of_positives = _with_statistic_of_positives(spec, written, domain)
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
@@ -190,7 +195,21 @@ def form_of(spec: LossSpec) -> Form:
         (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
     over_symbols = formula.xreplace(_REDUCED)
-    return Form(spec, logit, over_symbols, found, query_term, key_term, None, excluded, domain, of_means)
+    return Form(spec, logit, over_symbols, found, query_term, key_term, None, excluded, domain, of_means, scaled)
+
+
+def _of_scaled_features(formula: Expr) -> tuple[Expr, tuple[str, ...]]:
+    """The formula over products of features that are multiplied by numbers of their rows, and what these are."""
+    scaled = tuple(each.name for each in SCALES if formula.has(each))
+    if not scaled:
+        return formula, ()
+    factor = math.prod((language.SYMBOLS[name] for name in scaled), start=Integer(1))
+    found = formula.xreplace({z: z / factor})
+    refuse((any(map(found.has, SCALES)), f"{scaled[0]} is a factor of similarities alone: write {display(factor * z)} "
+                                         "wherever z stands; query_weight multiplies terms"))  # fmt: skip
+    own = "key_scale has no value in logsumexp_over_negatives: multiply the features of keys and negatives"
+    refuse((factor.has(language.key_scale) and found.has(language.logsumexp_over_negatives), own))
+    return found, scaled
 
 
 def _check_triangle(spec: LossSpec) -> None:
@@ -203,6 +222,7 @@ def _check_triangle(spec: LossSpec) -> None:
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
         (spec.positives == "diagonal", f"{one} needs positives='label' or 'id': a row is not its own positive"),
         (any(map(has, _OF_ALL)), f"mean_of_keys(x) in {one} has no kernel yet: give both sides, and write z"),
+        (any(map(has, SCALES)), f"a factor of similarities in {one} has no kernel yet: give both sides, and write z"),
     )  # fmt: skip
 
 
@@ -410,13 +430,13 @@ def _is_linear(term: Expr, statistic: Symbol) -> bool:
     return term.free_symbols <= {statistic, p} and all(diff(term, each).is_number for each in (statistic, p))
 
 
-def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
+def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[str, ...]) -> Form:
     """The form of a loss that is a sum over pairs alone."""
-    inside = sorted({each.func.__name__ for each in spec.formula.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
+    inside = sorted({each.func.__name__ for each in written.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
     refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet: write two losses, and add them"))
     square = {keys: queries} if spec.positives == "diagonal" else {}
     total: Expr = Integer(0)
-    for each, coefficient in _linear(spec.formula, sums):
+    for each, coefficient in _linear(written, sums):
         weight = (coefficient * queries).xreplace(square)
         if not weight.is_number:
             raise LossError(
@@ -443,7 +463,8 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
             refuse((spec.positives != "id" and positive != both, "the term of a positive depends on same_id: write "
                                                                  "same_id * (1 - is_positive)"))  # fmt: skip
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
-            return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
+            terms_of_pairs = PairTerm(other, same, both)
+            return Form(spec, logit, formula, (), Integer(0), Integer(0), terms_of_pairs, scaled=scaled)
         of_others |= terms[0].free_symbols == {x}
     refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs: write one "
                        "logit x, and h(x) by class"))  # fmt: skip

@@ -28,6 +28,7 @@ form exp(x_ij - r_i).
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `positives_of_query`                 | query         | the number of a query's positives                            |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
+| `query_scale`, `key_scale`           | query, key    | the caller's factors of `z`: 1 / temperature of a sample     |
 
 Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
 products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts. Kernels exist for a part of the
@@ -49,11 +50,11 @@ from sympy.core.function import ArgumentIndexError
 from infcl_gen.errors import InputError
 
 __all__ = [
-    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_weight", "keys",
-    "log", "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_of_keys",
-    "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "positive", "positives_of_query",
-    "queries", "query_weight", "same_id", "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs",
-    "tanh", "z",
+    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_scale",
+    "key_weight", "keys", "log", "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries",
+    "maximum", "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries",
+    "positive", "positives_of_query", "queries", "query_scale", "query_weight", "same_id", "scale", "sigmoid",
+    "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
 Positives = Literal["diagonal", "label", "id"]
@@ -177,11 +178,15 @@ def is_identifier(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(form, name) is not None and not keyword.iskeyword(name)
 
 
-_SYMBOLS = "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight"
-SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS.split()}
-z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight = (
-    SYMBOLS.values()
+_SYMBOLS = (
+    "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight query_scale "
+    "key_scale"
 )
+SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS.split()}
+(
+    z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight,
+    query_scale, key_scale,
+) = SYMBOLS.values()  # fmt: skip
 
 
 def similarity(

@@ -25,6 +25,11 @@ _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
     "negatives": r"h_i = \log \sum_l e^{x(q_i \cdot n_{il})}",
 }
+_SCALES = {"query_scale": r"\beta_i", "key_scale": r"\gamma_j"}
+_OF_SCALES = {
+    "query_scale": r"q_i \cdot \frac{\partial L}{\partial q_i}, \quad \beta_i = \text{the factor of query } i",
+    "key_scale": r"k_j \cdot \frac{\partial L}{\partial k_j}, \quad \gamma_j = \text{the factor of key } j",
+}
 _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
@@ -66,7 +71,9 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
     if derivation.form.several:
         positive = _statistic_of_positives(derivation)
-    along, by_number = "" if slope == 1 else rf"\, {_factor(slope)}", derivation.by_number
+    scales = [_SCALES[name] for name in derivation.form.scaled]
+    along = "".join(rf"\, {each}" for each in [_factor(slope)] * (slope != 1) + scales)
+    by_number, times = derivation.by_number, "".join(rf"{each}\, " for each in scales)
     of_pair, triangle = f"g_{{ij}}{along}", derivation.traits.triangle
     if positive_z in by_number:
         at_positive = rf"\left[{_POSITIVE[derivation.spec.positives]}\right]"
@@ -83,7 +90,8 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
             both = rf"\Big( {both} + \frac{{1}}{{M}} \left({added}\right) \Big)"
         gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_{{j \ne i}} {both}\, q_j"}
     return {
-        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot {'q_j' if triangle else 'k_j'}",
+        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = {times}q_i \cdot "
+        + ("q_j" if triangle else "k_j"),
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
@@ -96,6 +104,11 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **{
             f"of_{keyword}": rf"\frac{{\partial L}}{{\partial {_text(symbol)}}} = \frac{{1}}{{M}} {_factor(slope)}"
             for (keyword, symbol), slope in zip(derivation.form.vectors.items(), derivation.vector_slopes, strict=True)
+        },
+        **{
+            f"of_{name}": rf"\frac{{\partial L}}{{\partial {_SCALES[name]}}} = \frac{{1}}{{{_SCALES[name]}}} {side}"
+            for name, side in _OF_SCALES.items()
+            if name in derivation.form.scaled
         },
     }
 

@@ -35,6 +35,7 @@ _PAIR = {
     "keys": "N",
     "positives_of_query": "n_i",
 }
+_SCALE_OF = {"query_scale": "query_scale_i", "key_scale": "key_scale_j"}
 _NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
 # Of any number of positives the number, and the statistic by its kind; a query without any has any other numbers.
 _STATISTICS_OF_POSITIVES = {
@@ -63,6 +64,7 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     """The derivation for people: ASCII formulas by the name of the quantity."""
     slope, by_number = display(diff(derivation.logit, z), _PAIR), derivation.by_number
     times_slope = "" if slope == "1" else f" * {_wrapped(slope)}"
+    times_slope += "".join(f" * {_SCALE_OF[name]}" for name in derivation.form.scaled)
     of_pair, triangle = f"g_ij{times_slope}", derivation.traits.triangle
     at_positive = " + 1/M * e_i * [j = positive(i)]" * (positive_z in by_number)
     of_pair = f"({of_pair}{at_positive})" if at_positive else of_pair
@@ -81,8 +83,9 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     }
     if derivation.form.several:
         positive["id"] = _positives_of_id(derivation)
+    scales = "".join(f"{_SCALE_OF[name]} * " for name in derivation.form.scaled)
     return {
-        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . {'q_j' if triangle else 'k_j'}",
+        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = {scales}q_i . {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
@@ -92,6 +95,11 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
         "dbias": f"dbias = {_dbias(derivation)}" + " + 1/M * sum_i v_i" * (bias in by_number),
         **_of_vectors(derivation),
+        **{
+            f"of_{name}": f"dL/d{_SCALE_OF[name]} = {of_side} / {_SCALE_OF[name]}"
+            for name, of_side in (("query_scale", "q_i . dq_i"), ("key_scale", "k_j . dk_j"))
+            if name in derivation.form.scaled
+        },
     }
 
 
@@ -291,6 +299,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "ids_of_both": _IDS_OF_BOTH * (triangle and ids),
         "needed_ids": "query_ids (M,)" + " and key_ids (N,)" * (not triangle),
         **_vectors_context(derivation),
+        **_scales_context(derivation),
         "dense_arguments": "x: Tensor"
         + ", labels: Tensor" * labels
         + ", same_id: Tensor" * ids
@@ -352,6 +361,19 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
         "further_keys": "negatives" in own,
         "about_weights": f"{weight if 'query_weight' in own else 'must be None'}.",
         "about_negatives": f"{negatives if 'negatives' in own else 'must be None'}.",
+    }
+
+
+def _scales_context(derivation: Derivation) -> dict[str, Any]:
+    """What loss.py says of numbers that multiply rows of features."""
+    scaled = derivation.form.scaled
+    factor = "{} floating-point, by which the similarities of each {} are multiplied."
+    about = {"query_scale": factor.format("(M,)", "query"), "key_scale": factor.format("(N,)", "key")}
+    return {
+        "scaled": repr(scaled),
+        "scales_queries": "query_scale" in scaled,
+        "scales_keys": "key_scale" in scaled,
+        **{f"about_{name}": text if name in scaled else "must be None." for name, text in about.items()},
     }
 
 

@@ -23,6 +23,7 @@ MIB = 2**20
 ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
 # As in runtime/means.py: rows that a GPU adds up at a time for sums of features; rows of fp32 that a strip takes.
 MEAN_ROWS, MEAN_STRIP = 256, 64
+SCALED_ROWS = 4096  # as in runtime/scaled.py, rows whose products are in work
 STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
 # In the order of `CostModel._values`.
 LEGEND = {
@@ -211,6 +212,7 @@ def _common_terms(v: Choice) -> list[Any]:
         ),
         own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
         *_of_negatives() * ("negatives" in v.traits.vectors),
+        *_of_scales(v),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]
@@ -222,6 +224,20 @@ def _of_negatives() -> tuple[BufferTerm, ...]:
         BufferTerm("negatives", "both", (m, D), "of each query one, the query, and their products", pieces=3),
         BufferTerm("gradients of negatives", "backward", (m, D), "and what they add to dq", "features", 2),
     )
+
+
+def _of_scales(v: Choice) -> list[BufferTerm]:
+    """What torch holds of features that are multiplied by numbers of their rows."""
+    found, dtype = list[BufferTerm](), "statistics" if v.wider else "features"
+    for name, side, rows in (("query_scale", "queries", m), ("key_scale", "keys", n)):
+        if name in v.traits.scaled:
+            found.append(BufferTerm(f"scaled {side}", "both", (rows, D), "their product with a number of each", dtype))
+            found.append(BufferTerm(f"gradient of scaled {side}", "backward", (rows, D), "from which theirs is", dtype))
+            found += [
+                BufferTerm(f"scales of {side}", "both", (3, rows), "their numbers, and the gradients of these"),
+                BufferTerm(f"strips of {side}", "backward", (3, Min(SCALED_ROWS, rows), D), "products in work"),
+            ]
+    return found
 
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:

@@ -20,13 +20,17 @@ from .group import ALONE, resolve
 from .launch import INTERPRETED
 from .ops import differentiable, register, traced, wanted
 from .package import NAMES, Call, Options, Package
+from .scaled import scaled, times_rows
 from .selftest import selftest as run_selftest
 from .table import planned_table
 from .traits import Traits
 from .warmup import warm_up
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
-_OWN = {"query_weight": "weights of queries", "negatives": "negatives of single queries"}
+_OWN = {
+    "query_weight": "weights of queries", "negatives": "negatives of single queries",
+    "query_scale": "scales of single queries", "key_scale": "scales of single keys",
+}  # fmt: skip
 _NAMES = "image_features", "text_features", "logit_scale", "logit_bias"  # as NAMES, in the signature of modules
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
 _CAST = (torch.bfloat16, torch.float16, torch.float32)  # features that are cast to a package's dtype, unless it is fp64
@@ -91,6 +95,8 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
             found = _through_negatives(package, given, called.vectors[1], saved.of_vectors[-1])
             sums = zip((dq, dscale, dbias), found, strict=True)
             dq, dscale, dbias = (None if a is None else a + b for a, b in sums)
+        scales = _scales(package, called.vectors)
+        dq, dk = (x if a is None or x is None else times_rows(x, a) for x, a in zip((dq, dk), scales, strict=True))
         return loss, dq, dk, dscale, dbias
 
 
@@ -155,6 +161,8 @@ class ContrastiveLoss(nn.Module):
         key_ids: Tensor | None = None,
         query_weight: Tensor | None = None,
         negatives: Tensor | None = None,
+        query_scale: Tensor | None = None,
+        key_scale: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
         if not isinstance(output_dict, bool):
@@ -162,7 +170,8 @@ class ContrastiveLoss(nn.Module):
         if self.world_size is not None or self.rank is not None:
             self._check_world()
         features, numbers = (image_features, text_features), (logit_scale, logit_bias)
-        loss = self._loss(*features, *numbers, (query_weight, negatives), labels, query_ids, key_ids, self.options)
+        own = query_weight, negatives, query_scale, key_scale
+        loss = self._loss(*features, *numbers, own, labels, query_ids, key_ids, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _loss(self, *arguments: Any) -> Tensor:
@@ -225,7 +234,8 @@ def accepted(package: Package, call: Call) -> Call:
         options = options._replace(names=NAMES)
     scale = _scalar(names[2], scale, package, q)
     bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
-    vectors = _vectors(package, q, scale, bias, *passed) if package.traits.vectors else None
+    q, k = (x if a is None else scaled(x, a) for x, a in zip((q, k), _scales(package, passed), strict=True))
+    vectors = _vectors(package, q, scale, bias, *passed[:2]) if package.traits.vectors else None
     return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, options)
 
 
@@ -237,7 +247,7 @@ def _check_choices(options: Options) -> None:
 
 
 def _check_features(package: Package, call: Call) -> None:
-    own, names = call.vectors or (None, None), call.options.names
+    own, names = call.vectors or (None,) * len(_OWN), call.options.names
     q_name, k_name, *scalars = names
     for name, value in (*zip((*names, *Call._fields[4:-1]), call, strict=False), *zip(_OWN, own, strict=True)):
         if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # importing DTensor takes long
@@ -268,6 +278,13 @@ def _check_features(package: Package, call: Call) -> None:
                 f"{name} requires a gradient, but {package.name} was generated with --frozen {side} and has no memory "
                 f"for it: pass {name}.detach(), or generate one without --frozen"
             )
+    name, frozen = f"{package.frozen}_scale", package.frozen != "none" and bool(package.traits.scaled)
+    of_frozen = dict(zip(_OWN, own, strict=True))[name] if frozen else None
+    if isinstance(of_frozen, Tensor) and of_frozen.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient, which follows from those of features, and {package.name} was generated with "
+            f"--frozen {package.frozen}: pass {name}.detach(), or generate one without --frozen"
+        )
     if q.device != k.device:
         raise ValueError(f"{q_name} and {k_name} must be on one device, not on {q.device} and {k.device}")
     device, features = q.device.type, f"{q_name} is" if package.traits.triangle else f"{q_name} and {k_name} are"
@@ -341,9 +358,9 @@ def _check_ids(package: Package, call: Call) -> None:
 
 
 def _check_vectors(package: Package, call: Call) -> None:
-    q = call.q
-    for (name, what), x in zip(_OWN.items(), call.vectors or (None, None), strict=True):
-        if name not in package.traits.vectors:
+    for (name, what), x in zip(_OWN.items(), call.vectors or (None,) * len(_OWN), strict=True):
+        q = call.k if name == "key_scale" else call.q
+        if name not in (*package.traits.vectors, *package.traits.scaled):
             if x is not None:
                 raise ValueError(f"{package.loss_name} has no {what}: {name} must be None")
             continue
@@ -385,6 +402,13 @@ def _vectors(
         z = (q.to(dtype)[:, None] * negatives.to(dtype)).sum(2)
         found.append(package.loss.logit(z, scale, bias).logsumexp(1))
     return torch.stack(found)
+
+
+def _scales(package: Package, own: tuple[Any, ...] | None) -> tuple[Tensor | None, Tensor | None]:
+    """The numbers that multiply rows of q and of k, in the statistics dtype, differentiably; None for none."""
+    _, _, *given = own or (None,) * len(_OWN)
+    of_queries, of_keys = (None if x is None else x.to(package.schedule.STATISTICS_DTYPE) for x in given)
+    return of_queries, of_keys
 
 
 def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Tensor:

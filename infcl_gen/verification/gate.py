@@ -32,6 +32,8 @@ where da, db, and the bound on the loss's terms, are the largest changes at r +-
 The mean of all logits adds the rounding of means of features, (4 + 16) v of their absolute values.
 With any number of positives of shares s_ij in p, 1/n_i or exp(x_ij - p_i), s_ij db + |b| ds_ij stands for the term of
 one. Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
+Of features that are multiplied by numbers of their rows all this is said of the products, which are rounded to u: w + u
+then stands for w. The gradient of the features is that of the product times the number, rounded once more.
 
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
 the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
@@ -201,6 +203,12 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
     u, v = out.eps / 2, statistics.eps / 2
     w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])
+    w += u * len(traits.scaled)
+    given = inputs
+    if traits.scaled:
+        q, k = inputs.scaled(inputs.q.double(), inputs.others.double(), torch.float64)
+        inputs = inputs._replace(q=q, k=k)
+        reference = _times_scales(reference, given, -1)
 
     q, k, scale, bias = inputs.leaves(torch.float64, torch.float64)
     one_sided, k = k is None, q if k is None else k
@@ -281,7 +289,19 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dq=of_q, dscale=factor * product.abs().sum() / len(q),
         dk=None if one_sided else terms.T @ q.abs() / len(q),
     )  # fmt: skip
+    if traits.scaled:
+        reference, bound, magnitude = (_times_scales(each, given) for each in (reference, bound, magnitude))
+        bound = bound._replace(dq=bound.dq + u * reference.dq.abs(), dk=bound.dk + u * reference.dk.abs())
     return bound, magnitude
+
+
+def _times_scales(results: LossAndGrads, inputs: Inputs, power: int = 1) -> LossAndGrads:
+    """The results with those of multiplied features, dq and dk, times the numbers of their rows to a power."""
+    found = {"dq": (results.dq, inputs.query_scale), "dk": (results.dk, inputs.key_scale)}
+    return results._replace(**{
+        name: (x * numbers.double().abs().pow(power)[:, None]).nan_to_num(0.0)
+        for name, (x, numbers) in found.items() if numbers is not None
+    })  # fmt: skip
 
 
 def _of_means(

@@ -22,7 +22,7 @@ SLICE_ROWS = 2048
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
     for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
-    (M,) and negatives (M, H, D) for losses with them."""
+    (M,), negatives (M, H, D), query_scale (M,) and key_scale (N,) for losses with them."""
 
     q: Tensor
     k: Tensor | None
@@ -33,6 +33,8 @@ class Inputs(NamedTuple):
     key_ids: Tensor | None = None
     query_weight: Tensor | None = None
     negatives: Tensor | None = None
+    query_scale: Tensor | None = None
+    key_scale: Tensor | None = None
 
     @property
     def given(self) -> dict[str, Tensor | None]:
@@ -42,11 +44,17 @@ class Inputs(NamedTuple):
 
     def of_rank(self, rows: slice, keys: slice) -> "Inputs":
         """The part of some queries and some keys; labels stay those of all keys."""
-        of_queries = (self.labels, self.query_ids, self.query_weight, self.negatives)
-        labels, query_ids, weight, negatives = (None if x is None else x[rows] for x in of_queries)
-        key_ids = None if self.key_ids is None else self.key_ids[keys]
-        q, k = self.q[rows], None if self.k is None else self.k[keys]
-        return Inputs(q, k, self.scale, self.bias, labels, query_ids, key_ids, weight, negatives)
+        of_queries = ("q", "labels", "query_ids", "query_weight", "negatives", "query_scale")
+        sides = {name: rows for name in of_queries} | {name: keys for name in ("k", "key_ids", "key_scale")}
+        return self._replace(**{
+            name: x[side] for name, side in sides.items() if (x := getattr(self, name)) is not None
+        })  # fmt: skip
+
+    def scaled(self, q: Tensor, k: Any, wide: torch.dtype) -> tuple[Tensor, Any]:
+        """q and k times the numbers of their rows, computed in a wide dtype and rounded to their own."""
+        sides = ((q, self.query_scale), (k, self.key_scale))
+        q, k = (x if a is None else (x.to(wide) * a.to(wide)[:, None]).to(x.dtype) for x, a in sides)
+        return q, k
 
     def vectors(
         self, mathematics: Any, q: Tensor, scale: Tensor, bias: Tensor, products: torch.dtype | None = None
@@ -119,6 +127,7 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     mathematics = loss_module(module)
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
     leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
+    q, k = inputs.scaled(q, k, statistics)
     z = (q @ (q if k is None else k).T).to(statistics)
     x, own = mathematics.logit(z, scale, bias), inputs.vectors(mathematics, q, scale, bias, q.dtype)
     taken = (x, *inputs.classes(mathematics.POSITIVES), *own)
@@ -132,6 +141,7 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
     It takes SLICE_ROWS queries at a time and computes their similarities again for the gradient.
     """
     leaves = q, k, factor, bias = inputs.leaves(features, torch.promote_types(features, torch.float32))
+    q, k = inputs.scaled(q, k, factor.dtype)
     labels, ids, others = inputs.positives(), inputs.query_ids, q if k is None else k
     places = torch.arange(len(q), device=q.device)
 

@@ -58,7 +58,8 @@ class Case:
 def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Inputs:
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
-    return tensors(case, traits.positives, device, traits.ids, traits.triangle, traits.vectors)
+    own = (*traits.vectors, *traits.scaled)
+    return tensors(case, traits.positives, device, traits.ids, traits.triangle, own)
 
 
 def tensors(
@@ -115,11 +116,10 @@ def tensors(
     return Inputs(q, others, case.scale, case.bias, *(None if x is None else x.to(device) for x in given))
 
 
-def _vectors(
-    case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Weights of queries, some 0 and some negative; one to three negatives of each, by seed as hard as positives."""
-    weight = negatives = None
+def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]) -> tuple[Tensor | None, ...]:
+    """Weights of queries, some 0 and some negative; one to three negatives of each, by seed as hard as positives;
+    scales of queries and of keys, from 1/2 to 2 and of some keys 0."""
+    weight = negatives = query_scale = key_scale = None
     if "query_weight" in vectors:
         weight = torch.randn(case.queries, generator=generator)
         weight[weight.abs() < 0.3] = 0.0
@@ -128,7 +128,12 @@ def _vectors(
         negatives = torch.nn.functional.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=2)
         own = torch.nn.functional.normalize(q.to("cpu", torch.float64), dim=1, eps=1e-6)
         negatives = (negatives + (case.seed // 3 % 2) * own[:, None]).to(DTYPES[case.dtype])
-    return weight, negatives
+    if "query_scale" in vectors:
+        query_scale = torch.exp2(2 * torch.rand(case.queries, generator=generator) - 1)
+    if "key_scale" in vectors:
+        key_scale = torch.exp2(2 * torch.rand(case.keys, generator=generator) - 1)
+        key_scale[3::7] = 0.0
+    return weight, negatives, query_scale, key_scale
 
 
 def _ids(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from tests.kernels.tiers import LONG
 from tests.kernels.worker import Interpreter
 from tests.losses.combinations import (
     COMBINATIONS,
+    NUMBERS,
     REFUSED,
     SHARP,
     assert_same,
@@ -61,12 +62,13 @@ def test_draws_cover_the_options() -> None:
     assert len({one.form for one in COMBINATIONS.values() if one.smoothed}) == 2
     for drawn in (NAMES[:10], NAMES):
         assert any(COMBINATIONS[name].smoothed for name in drawn)
+        assert {COMBINATIONS[name].tempered for name in drawn} == {"", "queries", "both"}
         ones = [COMBINATIONS[name] for name in drawn]
         assert len({one.form for one in ones}) == 4 and len({one.temperature for one in ones}) == 3
         assert len({one.mask for one in ones}) >= 3 and len({one.term for one in ones}) >= 3
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
-    assert [len(set(values)) for values in zip(*every, strict=True)] == [4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2]
+    assert [len(set(values)) for values in zip(*every, strict=True)] == [4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3]
 
 
 @pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.form)
@@ -126,7 +128,7 @@ def judged(made: Made, seed: int, device: str = "cpu") -> None:
     allowed = 2 * torch.finfo(features).eps + 8 * SHARP * product_roundoff(
         features, False, package.SPEC["plan"]["split"]
     )
-    for what, found, true in zip(("query_weight", "negatives"), ours[5:], truth[5:], strict=True):
+    for what, found, true in zip(NUMBERS, ours[5:], truth[5:], strict=True):
         error = 0.0 if true is None else float((found.double() - true).norm() / true.norm())
         assert error < allowed, f"{made.loss}, seed {seed}: of {what} off by {error:.1e}, not {allowed:.1e}"
 

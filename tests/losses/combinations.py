@@ -23,6 +23,7 @@ from infcl_gen.losses.language import (
     exp,
     is_positive,
     is_self,
+    key_scale,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
@@ -33,6 +34,7 @@ from infcl_gen.losses.language import (
     mean_over_queries,
     positive,
     queries,
+    query_scale,
     query_weight,
     same_id,
     scale,
@@ -81,6 +83,7 @@ class Combination:
     term         F(total, positive) of a query, or for "focal" h of a pair
     weighted     terms have query_weight; `hard`: queries have negatives of their own
     smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
+    tempered     similarities are multiplied by a number of each query, or of each key, too; drawn apart, too
     """
 
     form: str
@@ -98,6 +101,7 @@ class Combination:
     grad_sync: str
     frozen: str
     smoothed: bool = False
+    tempered: str = ""
 
     @property
     def ids(self) -> bool:
@@ -116,6 +120,7 @@ class Combination:
 def spec_of(one: Combination, name: str) -> LossSpec:
     """Raises LossError for what the language itself refuses."""
     found = similarity("query", "query") if one.form == "triangle" else z
+    found *= {"": 1, "queries": query_scale, "both": query_scale * key_scale}[one.tempered]
     own, other = (_logit(one, each) for each in (_with_margin(one, found), found))
     positives = "label" if one.positives == "own" else one.positives
     if one.form == "pairs":
@@ -199,7 +204,8 @@ def refusals(one: Combination) -> list[str]:
         "beside mean_over_keys": both and (one.term != "plain" or one.mask in ("positive", "both") or one.margin),
         "where=1 - is_self": triangle and one.mask in ("same_id", "both"),
         "kernels for logits affine in z": one.smoothed and one.capped,
-        "give both sides": one.smoothed and triangle,
+        "give both sides": (one.smoothed or one.tempered) and triangle,
+        "multiply the features of keys": one.tempered == "both" and one.hard,
         "query_weight": (both or pairs) and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
     }
@@ -217,7 +223,10 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     `scale` and `bias` may have one number for each pair, (M, N), or (M, N + H) with negatives.
     """
     number = given.scale.dtype
-    q, k = (x.to(products or number) for x in (given.q, given.others))
+    q, k = (
+        (x if t is None else t[:, None] * x).to(products or number)
+        for x, t in ((given.q, given.query_scale), (given.others, given.key_scale))
+    )
     pairs = q @ k.T
     if given.negatives is not None:
         pairs = torch.cat((pairs, torch.einsum("id,ild->il", q, given.negatives.to(q))), 1)
@@ -296,10 +305,11 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing = random.Random(0), random.Random(2)
+    chance, smoothing, tempering = random.Random(0), random.Random(2), random.Random(3)
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
-        one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5)
+        tempered = tempering.choice(("", "", "queries", "both"))
+        one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5, tempered=tempered)
         yield _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
 
 
@@ -308,6 +318,8 @@ def _likely(one: Combination) -> Combination:
     temperature = "factor" if one.capped else one.temperature
     smoothed = one.smoothed and not one.capped and one.form != "triangle"
     one = dataclasses.replace(one, temperature=temperature, apart=one.apart or bool(one.mask), smoothed=smoothed)
+    tempered = "" if one.form == "triangle" else "queries" if one.tempered and one.hard else one.tempered
+    one = dataclasses.replace(one, tempered=tempered)
     if one.form == "queries":
         return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
     if one.form == "triangle":
@@ -405,7 +417,11 @@ def batch(
     if one.hard:
         negatives = features(count, 1 + seed % 3)
     scale_of = {"factor": SHARP, "logarithm": math.log(SHARP), "reciprocal": 1 / SHARP}
-    return Inputs(q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives)
+    of_queries, of_keys = (0.5 + torch.rand(n, generator=generator).double() / 2 for n in (count, others))
+    return Inputs(
+        q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives,
+        of_queries if one.tempered else None, of_keys if one.tempered == "both" else None,
+    )  # fmt: skip
 
 
 def placed(given: Inputs, device: str, features: torch.dtype = torch.float64) -> Inputs:
@@ -415,7 +431,8 @@ def placed(given: Inputs, device: str, features: torch.dtype = torch.float64) ->
     return Inputs(*(x.to(device) if isinstance(x, Tensor) else x for x in found))
 
 
-NAMES = ("loss", "dq", "dk", "dscale", "dbias", "of query_weight", "of negatives")
+NUMBERS = ("query_weight", "negatives", "query_scale", "key_scale")
+NAMES = ("loss", "dq", "dk", "dscale", "dbias", *(f"of {name}" for name in NUMBERS))
 
 
 def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device: str = "cpu") -> Inputs:
@@ -426,7 +443,8 @@ def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device
 
     others = (None if x is None else x.to(device) for x in given[4:7])
     sides, values = (leaf(x, features) for x in given[:2]), (leaf(x, numbers) for x in given[2:4])
-    return Inputs(*sides, *values, *others, leaf(given.query_weight, numbers), leaf(given.negatives, features))
+    own = (leaf(getattr(given, name), features if name == "negatives" else numbers) for name in NUMBERS)
+    return Inputs(*sides, *values, *others, *own)
 
 
 def differentiable(given: Inputs) -> list[Any]:
@@ -436,7 +454,7 @@ def differentiable(given: Inputs) -> list[Any]:
 def truth_of(
     one: Combination, given: Inputs, numbers: torch.dtype = torch.float64, features: torch.dtype = torch.float64
 ) -> tuple[list[Any], list[Any]]:
-    """(loss, dq, dk, dscale, dbias, by weights, by negatives) of `dense`, None for what the batch has not; and for each
+    """(loss, dq, dk, dscale, dbias, by each of NUMBERS) of `dense`, None for what the batch has not; and for each
     what its terms add up to without their signs, where that is more."""
     leaves = leaves_of(given, numbers, features, str(given.q.device))
     pairs = len(given.q), len(given.others) + (0 if given.negatives is None else given.negatives.shape[1])
@@ -458,7 +476,7 @@ def call(package: Any, one: Combination, leaves: Inputs, group: Any = None) -> T
     """The loss of a package with the options of the combination."""
     labels: Any = "own" if one.positives == "own" else leaves.labels
     ids = {name: getattr(leaves, name) for name in ("query_ids", "key_ids")} if one.ids else {}
-    own = {name: getattr(leaves, name) for name in ("query_weight", "negatives")}
+    own = {name: getattr(leaves, name) for name in NUMBERS}
     options = {"reduction": one.reduction, "grad_sync": one.grad_sync, "group": group}
     loss: Tensor = package.contrastive_loss(*leaves[:4], labels=labels, **ids, **own, **options)
     return loss

@@ -10,6 +10,7 @@ from infcl_gen.losses.language import (
     exp,
     is_positive,
     is_self,
+    key_scale,
     keys,
     log,
     logsumexp_over_keys,
@@ -22,6 +23,7 @@ from infcl_gen.losses.language import (
     mean_over_queries,
     positive,
     queries,
+    query_scale,
     query_weight,
     same_id,
     scale,
@@ -59,6 +61,8 @@ SMOOTH = {
     "smooth_rince": spec(BUILTIN_LOSSES["rince"].formula - mean_over_queries(mean_of_keys(X)) / 5, name="smooth_rince"),
 }
 _WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
+_OF_BOTH, _OF_QUERIES = query_scale * key_scale * scale * z, scale * (query_scale * z + bias)
+_SUM, _FURTHER = logsumexp_over_keys(_OF_QUERIES), logsumexp_over_negatives(_OF_QUERIES)
 DERIVABLE = {
     "clip": CLIP,
     "infonce": INFONCE,
@@ -109,6 +113,15 @@ DERIVABLE = {
         mean_over_queries(softplus(logsumexp_over_keys(X, where=(1 - is_positive) * (1 - same_id)) - positive(X)))
     ),
     "weighted": spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))),
+    "tempered": spec(
+        mean_over_queries(logsumexp_over_keys(_OF_BOTH) - positive(_OF_BOTH)) / 3
+        + mean_over_keys(logsumexp_over_queries(_OF_BOTH) - positive(_OF_BOTH)) / 2,
+        "diagonal",
+    ),
+    "tempered_pairs": spec(sum_over_pairs(softplus(SIGN * (query_scale * scale * z + bias))) / queries),
+    "tempered_and_hard": spec(
+        mean_over_queries(query_weight * (_SUM + softplus(_FURTHER - _SUM) - positive(_OF_QUERIES)))
+    ),
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     **SMOOTH,
     "smooth_keys_only": spec(mean_over_keys(_SMOOTH_KEYS), "diagonal"),

@@ -17,6 +17,7 @@ from infcl_gen.losses.language import (
     exp,
     is_positive,
     is_self,
+    key_scale,
     key_weight,
     log,
     logsumexp_over_keys,
@@ -30,6 +31,7 @@ from infcl_gen.losses.language import (
     positive,
     positives_of_query,
     queries,
+    query_scale,
     query_weight,
     same_id,
     scale,
@@ -139,6 +141,7 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
         ids = {side: torch.randint(rows, (rows,), generator=generator) for side in ("query_ids", "key_ids")}
         which = ids["query_ids"][:, None] == ids["key_ids"]
     own = tuple(torch.randn(rows, generator=generator, dtype=torch.float64) for _ in loss.VECTORS)
+    ids |= dict.fromkeys(loss.SCALES, torch.ones(rows))  # all below is said of products
     if own:
         expected_loss = loss.loss_of_logits(loss.logit(q @ k.T, scale, bias), torch.arange(rows), *own)
     else:
@@ -335,6 +338,22 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         "sum_over_pairs beside mean_of_keys, mean_over_queries has no kernel yet",
     ),
     "weights of keys": (spec(mean_over_queries(key_weight * (logsumexp_over_keys(X) - positive(X)))), "key_weight"),
+    "a temperature of one term": (
+        spec(INFONCE_OF(query_scale * scale * z) + INFONCE_OF(scale * z)),
+        r"query_scale is a factor of similarities alone: write query_scale \* z wherever z stands; query_weight mul",
+    ),
+    "a temperature beside a similarity": (
+        spec(mean_over_queries(key_scale * (logsumexp_over_keys(X) - positive(X)))),
+        "key_scale is a factor of similarities",
+    ),
+    "temperatures of one side": (
+        spec(INFONCE_OF(query_scale * NT_XENT)),
+        r"query_scale in a loss over .* has no kernel yet: give both sides",
+    ),
+    "temperatures of negatives": (
+        spec(mean_over_queries(logsumexp_over_negatives(key_scale * z) + logsumexp_over_keys(key_scale * z))),
+        "key_scale has no value in logsumexp_over_negatives: multiply",
+    ),
     "weights of both sides": (
         spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))) + CLIP.formula, "diagonal"),
         "query_weight has no kernel yet beside mean_over_keys: write",
@@ -480,6 +499,10 @@ OFFERED = {  # refused, and what the message says to write instead
     ),
     "a power in a derivative": (
         INFONCE_OF(1 / (scale * z) ** 4), "write lower powers", INFONCE_OF(1 / (scale * z) ** 3)
+    ),
+    "a temperature outside": (
+        mean_over_queries(query_scale * (logsumexp_over_keys(X) - positive(X))), "query_weight multiplies terms",
+        mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))),
     ),
     "a number beside means": (INFONCE_OF(X) + 3, "3 stands outside", INFONCE_OF(X) + mean_over_queries(3)),
     "smoothing by a weight": (

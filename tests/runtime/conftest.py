@@ -79,11 +79,26 @@ RINCE = LossSpec(
     positives="label",
 )
 """
+TEMPERED = """
+from infcl_gen.losses.language import *
+
+x, kept = scale * query_scale * key_scale * z + bias, 1 - same_id * (1 - is_positive)
+INFONCE = LossSpec("tempered_infonce", mean_over_queries(logsumexp_over_keys(x) - positive(x)), positives="label")
+y = scale * z * query_scale + bias
+towards_keys = mean_over_queries(logsumexp_over_keys(y, where=kept) - positive(y))
+towards_queries = mean_over_keys(logsumexp_over_queries(y, where=kept) - positive(y))
+CLIP = LossSpec("tempered_clip_ids", (towards_keys + towards_queries) / 2)
+SIGLIP = LossSpec("tempered_siglip", sum_over_pairs(softplus((1 - 2 * is_positive) * x)) / queries)
+apart, harder = logsumexp_over_keys(y) - positive(y), softplus(logsumexp_over_negatives(y) - logsumexp_over_keys(y))
+HARD = LossSpec("tempered_hard", mean_over_queries(query_weight * (apart + harder)), positives="label")
+"""
 FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
     "angular": "combined.py:ANGULAR", "debiased_keys": "combined.py:DEBIASED",
     "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD",
+    "tempered_infonce": "tempered.py:INFONCE", "tempered_clip_ids": "tempered.py:CLIP",
+    "tempered_siglip": "tempered.py:SIGLIP", "tempered_hard": "tempered.py:HARD",
     "smooth": "smooth.py:INFONCE", "smooth_clip": "smooth.py:CLIP", "smooth_rince": "smooth.py:RINCE",
 }  # fmt: skip
 
@@ -97,6 +112,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     (folder / "combined.py").write_text(COMBINED)
     (folder / "own.py").write_text(OWN)
     (folder / "smooth.py").write_text(SMOOTH)
+    (folder / "tempered.py").write_text(TEMPERED)
     sys.path.insert(0, str(folder))
 
     def get(

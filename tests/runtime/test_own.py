@@ -43,7 +43,7 @@ def leaves_of(inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
 
 def truth(loss: str, inputs: Inputs) -> list[Tensor]:
     """The loss by its definition, and its gradients by all that have some."""
-    inputs, leaves = leaves_of(inputs._replace(labels=inputs.positives()))
+    inputs, leaves = leaves_of(inputs)
     value = dense_loss(loss, *inputs)
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
@@ -180,9 +180,11 @@ RING, GATHER = {"devices": 2, "transport": "ring"}, {"devices": 2, "transport": 
 def over_ranks(pool: Pool, package: str, rows: list[int], keys: list[int], **options: Any) -> list[Tensor]:
     """The loss and all gradients, as data-parallel training has them: numbers averaged, rows joined over the ranks."""
     case = Case(sum(rows), sum(keys), 8, "fp64", 3.0, -1.0, seed=1)
-    how = {"package": package, "ranks": (0, 1), "rows": rows, "keys": keys, "case": case, **options}
-    parts = results(pool.run("own_gradients", (0, 1), **how))
-    return [torch.cat(each) / 2 if each[0].dim() else torch.stack(each).mean() for each in zip(*parts, strict=True)]
+    ranks = tuple(range(len(rows)))
+    how = {"package": package, "ranks": ranks, "rows": rows, "keys": keys, "case": case, **options}
+    parts = results(pool.run("own_gradients", ranks, **how))
+    joined = zip(*parts, strict=True)
+    return [torch.cat(each) / len(ranks) if each[0].dim() else torch.stack(each).mean() for each in joined]
 
 
 @pytest.mark.parametrize(("rows", "keys"), [([33, 40], [65, 30]), ([0, 7], [9, 2])])

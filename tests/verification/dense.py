@@ -26,6 +26,8 @@ def dense_loss(
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
     negatives: Tensor | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
 ) -> Tensor:
     """A loss as its definition says it, over all pairs, differentiable, in the dtype of its arguments.
 
@@ -41,8 +43,13 @@ def dense_loss(
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
     logit. Losses of one side follow in
-    `_dense_of_rows`, those with any number of positives in `_dense_of_ids`.
+    `_dense_of_rows`, those with any number of positives in `_dense_of_ids`. "tempered_" before a name: the
+    similarities of each query, and of each key, are multiplied by numbers of their own.
     """
+    if query_scale is not None:
+        q, name = query_scale.to(q)[:, None] * q, name.removeprefix("tempered_")
+    if key_scale is not None and k is not None:
+        k = k * key_scale.to(k)[:, None]
     if name.startswith("supcon"):
         assert k is None and key_ids is None and labels is None and query_ids is not None
         itself = torch.eye(len(q), dtype=torch.bool, device=q.device)
@@ -158,12 +165,14 @@ def dense(
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
     negatives: Tensor | None = None,
+    query_scale: Tensor | None = None,
+    key_scale: Tensor | None = None,
     factor: float = 1.0,
 ) -> LossAndGrads:
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    loss = dense_loss(name, *leaves, labels, query_ids, key_ids, query_weight, negatives)
+    loss = dense_loss(name, *leaves, labels, query_ids, key_ids, query_weight, negatives, query_scale, key_scale)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
     gradients: list[Any] = [x if x is None else next(found) for x in leaves]

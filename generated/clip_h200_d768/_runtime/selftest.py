@@ -11,6 +11,7 @@ from torch import Tensor
 from .group import ALONE
 from .launch import INTERPRETED
 from .package import Options, Package
+from .scaled import times_rows
 
 # Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
 CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
@@ -56,7 +57,8 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
         q, other = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
         k = None if package.traits.triangle else other
-        own = tuple(_vectors(package, q).get(name) for name in ("query_weight", "negatives"))
+        given = _vectors(package, q) | _scales(package, q, k)
+        own = tuple(given.get(name) for name in ("query_weight", "negatives", "query_scale", "key_scale"))
         arguments = (package, q, k, scale, BIAS, own, None, *_ids(package, q, k), Options(ALONE))
         first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for _, a, b in compared(first, second))
@@ -88,6 +90,23 @@ def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
     return {name: found[name] for name in package.traits.vectors}
 
 
+def _scales(package: Package, q: Tensor, k: Tensor | None) -> dict[str, Tensor]:
+    """Keywords of numbers that multiply rows of features: 1 and 1/2, by which no product is rounded."""
+    found = {}
+    for name, x in (("query_scale", q), ("key_scale", k)):
+        if name in package.traits.scaled and x is not None:
+            found[name] = 1 / (1 + torch.arange(len(x), device=x.device, dtype=torch.float64) % 2)
+    return found
+
+
+def _scaled(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """q and k times these."""
+    found = _scales(package, q, k)
+    if "query_scale" in found:
+        q = times_rows(q, found["query_scale"])
+    return q, times_rows(k, found["key_scale"]) if k is not None and "key_scale" in found else k
+
+
 def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
     """Relative error of an operand in a matrix product, beyond the rounding of the features."""
     if dtype == torch.float32 and tf32:
@@ -106,7 +125,8 @@ def _errors(
     """
     exact = _dense(package, q, k, scale, torch.float64)
     plain = _dense(package, q, k, scale, package.schedule.STATISTICS_DTYPE)
-    rounded = _rounded(package, exact, q, k, scale)
+    scaled_q, scaled_k = _scaled(package, q, k)
+    rounded = _rounded(package, exact, scaled_q, scaled_k, scale)
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     terms = scale if package.traits.combined else scale / math.sqrt(package.dim)
     errors, allowed = {}, {}
@@ -116,7 +136,9 @@ def _errors(
             size = float((q.double() * exact.dq).abs().sum()) / scale
         elif name == "dbias":
             size = (
-                float(_gradients_of_logits(package, q, k, scale)[1].abs().sum()) if package.traits.sums_slopes else 0.0
+                float(_gradients_of_logits(package, scaled_q, scaled_k, scale)[1].abs().sum())
+                if package.traits.sums_slopes
+                else 0.0
             )
         elif name == "loss" and package.traits.combined:
             size = max(size, 1.0)  # a sum and a positive that it leaves out may cancel
@@ -203,7 +225,7 @@ def _dense(package: Package, q: Tensor, k: Tensor | None, scale: float, dtype: t
     numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
     leaves: list[Any] = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
     query_ids, key_ids = _ids(package, q, k)
-    own = _vectors(package, q)
+    own = _vectors(package, q) | _scales(package, q, k)
     loss = package.loss.reference(*leaves, query_ids=query_ids, key_ids=key_ids, **own, dtype=dtype)
     found: Iterator[Any] = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None], materialize_grads=True))
     gradients: list[Any] = [x if x is None else next(found) for x in leaves]

@@ -38,6 +38,8 @@ class Traits:
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
     means             whether a multiple of the mean of all logits is part of the loss
+    scaled            the keywords of a call by whose numbers rows of features are multiplied first: "query_scale" and
+                      "key_scale"
     domain            "rectangle": queries and keys; "triangle": queries are keys of each other, but not of themselves,
                       and z_ij = z_ji is computed once
     """
@@ -55,6 +57,7 @@ class Traits:
     strips: int = 0
     domain: Domain = "rectangle"
     means: bool = False
+    scaled: tuple[str, ...] = ()
 
     @property
     def has_keys(self) -> bool:
