@@ -369,12 +369,20 @@ def _scales_context(derivation: Derivation) -> dict[str, Any]:
     scaled = derivation.form.scaled
     factor = "{} floating-point, by which the similarities of each {} are multiplied."
     about = {"query_scale": factor.format("(M,)", "query"), "key_scale": factor.format("(N,)", "key")}
+    sides = {"query_scale": "q", "key_scale": "k"}
+    checks = ((_FACTOR if name in scaled else _NO_FACTOR).format(name=name, x=x) for name, x in sides.items())
     return {
         "scaled": repr(scaled),
-        "scales_queries": "query_scale" in scaled,
-        "scales_keys": "key_scale" in scaled,
+        "factors": "\n".join(checks),
         **{f"about_{name}": text if name in scaled else "must be None." for name, text in about.items()},
     }
+
+
+_FACTOR = """if {name} is None or {name}.shape != (len({x}),) or not {name}.is_floating_point():
+    raise ValueError(f"this loss needs {name}, floating-point of shape ({{len({x})}},)")
+{x} = {x}.to(dtype) * {name}.to(q.device, dtype)[:, None]"""
+_NO_FACTOR = """if {name} is not None:
+    raise ValueError("this loss takes no {name}")"""
 
 
 def _arguments(symbols: Iterable[Expr | str]) -> str:

@@ -216,6 +216,8 @@ def by_shares(
     key_ids: torch.Tensor | None = None,
     query_weight: torch.Tensor | None = None,
     negatives: torch.Tensor | None = None,
+    query_scale: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
     positive_share: float | None = None,
 ) -> LossAndGrads:
     """What a correct kernel computes: the derived gradient in the statistics' dtype, g rounded to the features'."""
@@ -228,7 +230,7 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    assert (query_ids, key_ids, query_weight, negatives) == (None,) * 4
+    assert (query_ids, key_ids, query_weight, negatives, query_scale, key_scale) == (None,) * 6
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)
