@@ -176,9 +176,10 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
         "plus_mean": " + formulas.MEAN_SHARE" * traits.means,
-        "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
+        "strip_of_mask": _about_strips(traits) if affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),
+        **_torch_second(traits),
         **(_torch_several(traits, x2_of_strip.replace("[strip]", "[rows]")) if traits.several else {}),
         "sums_slopes": traits.sums_slopes,
         "logits_of_panel": of_panel,
@@ -189,11 +190,12 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
-        "logit_rows": "PANEL_ROWS" if affine else "STRIP_ROWS",
+        "logit_rows": "PANEL_ROWS" if affine and not traits.second else "STRIP_ROWS",
         "z_after_softmaxes": "becomes x2" if affine else "stays",
         "x2_of_strip": x2_of_strip,
         "statistics": f"LOG2E, Statistics, {'' if traits.combined else 'excess, '}log, merge"
-        + ", merge_parts" * traits.has_keys,
+        + ", merge_parts" * traits.has_keys
+        + ", view" * (traits.second and traits.triangle),
         "most_terms": "max(len(block.q), len(block.k))" if traits.has_keys else "len(block.q)",
     }
 
@@ -201,6 +203,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
+    "r2": "r2",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""
@@ -240,7 +243,8 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "weight_of_nothing": "weight = weight.masked_fill(nothing, 0.0)" if without else ABSENT,
         "g_of_positives": "slope"
         + " + through_z" * (by_z and traits.affine)
-        + " + weight * torch.exp(p - r)" * (not without),
+        + " + weight * torch.exp(p - r)" * (not without)
+        + " + second_weight * torch.exp(formulas.MULTIPLE * p - r2)" * (traits.second and not without),
         # An affine logit has one factor; others may have a factor of 0, by which nothing can be divided.
         "kept_through_z": f"positive[{4 + triangle}, rows] = through_z" if apart else ABSENT,
         "positives_by_z": (_BY_Z_OF_BOTH if triangle else _BY_Z) if apart else ABSENT,
@@ -248,6 +252,45 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "kept_z": "positive[4, rows] = positive[0, rows]" if triangle else ABSENT,
         **_torch_sides(traits),
         "weighted_mantissa": "(mantissa[rows] / weight)" + ".masked_fill(nothing, torch.inf)" * without,
+    }
+
+
+def _about_strips(traits: Traits) -> str:
+    of_mask = [_ABOUT_MASK] * traits.ids
+    return "\n    ".join([*of_mask, *[_ABOUT_SECOND] * traits.second]) or ABSENT
+
+
+_ABOUT_SECOND = "2 strips of STRIP_ROWS rows, for multiples of logits and their exponentials"
+_ADDED_SECOND = "add_({}, torch.mul(x2, formulas.MULTIPLE, out=e), e, {})"
+_SHARES_OF_SECOND = """\
+multiple = x2 * formulas.MULTIPLE
+g[strip].add_((multiple - block.second.exponent[strip, None]).exp2_().div_(block.second.mantissa[strip, None]))"""
+_SHARES_OF_BOTH = f"""{_SHARES_OF_SECOND}
+g[strip].add_(multiple.sub_(block.key_second.exponent).exp2_().div_(block.key_second.mantissa))"""
+_SECOND_THERE = """\
+second = view(noted_there[-2:, there])
+softmax += torch.exp2(formulas.MULTIPLE * y - second.exponent).div_(second.mantissa)"""
+
+
+def _torch_second(traits: Traits) -> dict[str, str]:
+    """What the sweeps have of a second log-sum-exp."""
+    found = {
+        "fresh_second": "block.second.mantissa.zero_()",
+        "second_of_rows": _ADDED_SECOND.format("part.second", 1),
+        "second_of_columns": _ADDED_SECOND.format("part.key_second", 0),
+        "second_shares": _SHARES_OF_BOTH if traits.triangle else _SHARES_OF_SECOND,
+        "second_there": _SECOND_THERE,
+        "about_second": "second.mantissa    that of the second sum over a2_i",
+        "second_of_query": "r2 = log(block.second, rows)",
+        "second_of_nothing": "second_weight = second_weight.masked_fill(nothing, 0.0)"
+        if traits.without_positives
+        else ABSENT,
+        "divided_second": "block.second.mantissa[rows] = (block.second.mantissa[rows] / second_weight)"
+        + ".masked_fill(nothing, torch.inf)" * traits.without_positives,
+    }
+    return {name: text if traits.second else ABSENT for name, text in found.items()} | {
+        "and_second_weight": ", second_weight" * traits.second,
+        "plus_second": " + second_weight" * traits.second,
     }
 
 

@@ -63,20 +63,20 @@ class Choice:
     def positive_parts(self) -> int:
         """Numbers that forward notes of each positive: z, and of each sum with it a reference (torch: and the term). Of
         a combined loss four then take their place, a further one where the logit is not affine, and of a triangle z,
-        too, of which another row's sum has a term. Of any number of positives four, too: at first their sum and number;
-        a log-sum-exp has an exponent besides."""
+        too, of which another row's sum has a term; a second log-sum-exp follows. Of any number of positives four, too:
+        at first their sum and number; a log-sum-exp has an exponent besides."""
         if self.traits.several:
             return 4 + self.traits.softmax_of_positives
         if self.traits.combined:
-            return 4 + (not self.traits.affine) + self.traits.triangle
+            return 4 + (not self.traits.affine) + self.traits.triangle + 2 * self.traits.second
         sums = 1 + self.traits.has_keys
         return 1 + sums * (2 if self.strategy == "torch" else 1)
 
     @property
     def partial_sums(self) -> int:
-        """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exp, and of positives
+        """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of positives
         their number and theirs."""
-        return 2 + (2 + self.traits.softmax_of_positives) * self.traits.several
+        return 2 + 2 * self.traits.second + (2 + self.traits.softmax_of_positives) * self.traits.several
 
     @property
     def labels(self) -> bool:

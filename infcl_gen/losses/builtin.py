@@ -200,6 +200,30 @@ The formula takes logarithms: neither S nor e^p overflows. Where S - tau_plus N 
 In a batch of two rows there are no negatives, and the loss is 0.""",
 )
 
+_BETA = 1
+_weighed = logsumexp_over_keys((1 + _BETA) * _alike, where=_others)
+_weights = maximum(logsumexp_over_keys(_BETA * _alike, where=_others), -1e30)  # of no negatives -inf less -inf is NaN
+_hard = _weighed - _weights  # log S / N
+_of_hard = _TAU * exp(-maximum(_hard - _p, -40))
+_left_of_hard = log(_count) + _hard + log(maximum(1 - _of_hard, 1e-30)) - log(1 - _TAU)
+
+HARD_NEGATIVE = LossSpec(
+    name="hard_negative",
+    formula=mean_over_queries(softplus(maximum(_left_of_hard, log(_count) - scale) - _p)),
+    positives="label",
+    doc="Debiased contrastive loss that weighs negatives by how near they are: beta = 1, and tau_plus = 0.1.",
+    source="Robinson et al., arXiv 2010.04592, section 3, and the code of the authors",
+    use="""\
+For two views of each image, where negatives that are hard to tell from positives are to count for more.
+The loss is that of `debiased`, log(e^p + Ng) - p with Ng = max((S - tau_plus N e^p) / (1 - tau_plus), N e^(-scale)).
+But S = N sum e^((1 + beta) x) / sum e^(beta x) over the negatives of a row: each is weighed by e^(beta x).
+With beta = 0 it is `debiased`. A loss of one's own with another `beta` is short.
+
+Both sums of a row are made in one sweep.
+`scale`, N, the lower bound and a call are those of `debiased`. `bias` has no part in it.
+In a batch of two rows there are no negatives, and the loss is 0.""",
+)
+
 _of_all = logsumexp_over_keys(_of_rows, where=1 - is_self)
 _of_positives_alone = logsumexp_over_keys(_of_rows, where=(1 - is_self) * is_positive)
 
@@ -248,6 +272,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         NTXENT,
         DCL,
         DEBIASED,
+        HARD_NEGATIVE,
         SUPCON_OUT,
         SUPCON_IN,
     )

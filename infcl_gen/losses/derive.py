@@ -10,6 +10,8 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
+A second log-sum-exp r2_i, of c * x_ij for a constant c, adds a2_i * exp(c * x_ij - r2_i) with a2_i = c * dF/dr2.
+
 With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile computes that part. The logit is
 affine: it adds slope * a * (mean of all k) to M * dq_i, and slope * a/N * (sum of all q) to M * dk_j.
 
@@ -54,6 +56,7 @@ from infcl_gen.losses.printers import (
     p,
     positive_z,
     r,
+    r2,
     temporaries,
     temporary,
     torch_code,
@@ -68,7 +71,7 @@ LONG_SLOPES = 60  # operations
 
 @dataclass(frozen=True)
 class Derivation:
-    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h (see `printers`).
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2 (see `printers`).
 
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
     gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
@@ -78,6 +81,7 @@ class Derivation:
                      factors are a and b.
     mean_share       what multiplies the mean of all logits in L; 0.0 for none.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
+    second_weight    a2, of a second log-sum-exp; 0 without one.
     vector_slopes    dF/du and dF/dh, those that F has.
     through_z        dF/dz of the positive, over `gradient_factor`.
     scale_part, bias_part   of a query in M * dL/dscale and M * dL/dbias, besides multiples of q . dq and of the sum of
@@ -98,6 +102,7 @@ class Derivation:
     positive_share: float
     mean_share: float
     query_weight: Expr
+    second_weight: Expr
     positive_slope: Expr
     through_z: Expr
     scale_part: Expr
@@ -120,7 +125,7 @@ class Derivation:
 
     @property
     def query_term(self) -> Expr:
-        """The loss is 1/M * (sum over queries of query_term(r, p, u, h) + over keys of key_term(c, p) + pair terms)."""
+        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2) + over keys of key_term(c, p) + pair terms)."""
         return self.form.query_term
 
     @property
@@ -156,9 +161,10 @@ class Derivation:
 
     @functools.cached_property
     def slopes_of_query(self) -> tuple[list[tuple[Symbol, Expr]], list[Expr]]:
-        """For people: parts that the slopes of a query's term share, where these are long; then the slopes: a and b of
-        the module docstring, and those of `by_number`."""
-        slopes = [self.query_weight, self.positive_slope, *self.by_number.values()]
+        """For people: parts that the slopes of a query's term share, where these are long; then the slopes: a, a2 if
+        there is one, and b of the module docstring, and those of `by_number`."""
+        second = [self.second_weight] * self.form.second
+        slopes = [self.query_weight, *second, self.positive_slope, *self.by_number.values()]
         if sum(map(sympy.count_ops, slopes)) <= LONG_SLOPES:
             return [], slopes
         shared, reduced = sympy.cse(slopes, map(temporary, itertools.count()))
@@ -169,7 +175,7 @@ class Derivation:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query)
+        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2)
         known = (*numbers, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
 
@@ -187,11 +193,12 @@ class Derivation:
 
     def statements_of_rows(self, printer: Printer, constant: str, names: Mapping[str, str]) -> list[str]:
         """Source text that computes, from `r`, `p` and `of_rows`, the vectors of queries: query_term, weight,
-        positive_slope, through_z, scale_part, bias_part, and `slopes_of_vectors`; parts that they share once. A number
-        is printed into `constant`."""
+        positive_slope, through_z, scale_part, bias_part, second_weight if there is one, and `slopes_of_vectors`; parts
+        that they share once. A number is printed into `constant`."""
         results = {
             "query_term": self.query_term, "weight": self.query_weight, "positive_slope": self.positive_slope,
             "through_z": self.through_z, "scale_part": self.scale_part, "bias_part": self.bias_part,
+            **({"second_weight": self.second_weight} if self.form.second else {}),
             **self.slopes_of_vectors,
         }  # fmt: skip
         shared, reduced = sympy.cse(list(results.values()), map(temporary, itertools.count()))
@@ -218,7 +225,8 @@ class Derivation:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         sides = 2 if self.form.domain == "triangle" else 1
         if self.form.combined:
-            return sides * (_bound(self.query_weight) + _bound(self.positive_slope) + _bound(self.through_z))
+            slopes = self.query_weight, self.second_weight, self.positive_slope, self.through_z
+            return sides * math.fsum(map(_bound, slopes))
         if self.pair_slope is None:
             return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
         slopes = self.pair_slope
@@ -251,6 +259,7 @@ class Derivation:
         if self.form.several:  # the shares of positives, those of the other side, and the logits they are made from
             softmax = self.form.statistics[-1].kind == "logsumexp_over_positives"
             mask += 1 + softmax + (self.slope is None)
+        mask += 2 * self.form.second  # the multiple of the logits, and its shares
         if self.slope is not None and self.pair_slope is None:
             return mask
         of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))
@@ -280,7 +289,7 @@ class Derivation:
             classes=self.form.classes,
             combined=self.form.combined,
             vectors=tuple(self.form.vectors),
-            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 + 4 * self.form.several
+            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 + 4 * (self.form.several or self.form.second)
             if self.form.combined
             else 0,
             affine=self.slope is not None,
@@ -360,6 +369,7 @@ def _derived(form: Form) -> Derivation:
         positive_share=float(shares[2]),
         mean_share=float(mean_share),
         query_weight=weight,
+        second_weight=form.multiple * _slope_of_query(form, r2),
         positive_slope=of_p,
         vector_slopes=tuple(_slope_of_query(form, each) for each in form.vectors.values()),
         through_z=of_z / gradient_factor,
@@ -392,7 +402,7 @@ def _printed(derivation: Derivation) -> list[Expr]:
     """What generated code contains."""
     names = (
         "logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor", "query_weight",
-        "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest", "dbias_factor",
+        "second_weight", "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest", "dbias_factor",
     )  # fmt: skip
     found = [*(getattr(derivation, name) for name in names), *derivation.vector_slopes]
     for pair in (derivation.form.pair_term, derivation.pair_slope):

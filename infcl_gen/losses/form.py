@@ -8,7 +8,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 p is the logit of the positive, and v are a query's own numbers, which a call gives. Of positives="id" p is a statistic,
 too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
 positives adds nothing. F may also depend on the positive's similarity, scale, bias, and the numbers of queries and
-keys. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j over
+keys, and on a second log-sum-exp, that of a constant multiple of the logits. Of similarity("query", "query")
+z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j over
 z, and its domain a triangle. To F and G may be added constants times the mean of a query's logits, m_i, and of a key's,
 d_j. `form_of` reads formulas, and nothing else does.
 """
@@ -25,7 +26,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, d, display, h, m, p, positive_z, r, u, x
+from infcl_gen.losses.printers import c, d, display, h, m, p, positive_z, r, r2, u, x
 from infcl_gen.runtime.traits import Domain
 
 
@@ -56,7 +57,7 @@ class PairTerm:
 
 @dataclass(frozen=True)
 class Form:
-    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p, positive_z, u, h (see `printers`).
+    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p, positive_z, u, h, r2 (see `printers`).
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
@@ -66,6 +67,7 @@ class Form:
                 but no positive
     domain      of the pairs (i, j): as in `Traits`
     scaled      as in `Traits`: z is the product of features times these, in all expressions
+    multiple    what multiplies the logits in the second log-sum-exp; 1 without one
     """
 
     spec: LossSpec
@@ -79,6 +81,7 @@ class Form:
     domain: Domain = "rectangle"
     of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
     scaled: tuple[str, ...] = ()
+    multiple: Expr = Integer(1)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -90,7 +93,12 @@ class Form:
     @property
     def several(self) -> bool:
         """Whether p is a statistic of any number of positives."""
-        return len({each.symbol for each in self.statistics if each.side == "query"}) > 1
+        return any(each.symbol == p for each in self.statistics)
+
+    @property
+    def second(self) -> bool:
+        """Whether F has a second log-sum-exp, that of a multiple of the logits."""
+        return any(each.symbol == r2 for each in self.statistics)
 
     @functools.cached_property
     def combined(self) -> bool:
@@ -130,7 +138,10 @@ _OUTSIDE = {
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
 }
 _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
-_KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
+_KNOWN = {
+    r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c),
+    r2: Statistic("query", "logsumexp_of_multiple", r2),
+}  # fmt: skip
 
 
 def form_of(spec: LossSpec) -> Form:
@@ -154,7 +165,7 @@ def form_of(spec: LossSpec) -> Form:
     written, of_positives = _with_statistic_of_positives(spec, written, domain)
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
-    excluded, logit = _excluded(statistics, domain), _logit(statistics)
+    excluded, (logit, multiple) = _excluded(statistics, domain), _logits(statistics)
     means = sorted(each.func.__name__ for each in statistics if isinstance(each, _OF_ALL))
     refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
@@ -170,7 +181,8 @@ def form_of(spec: LossSpec) -> Form:
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
          "write mean_over_queries alone, and call it once for each direction"),
     )  # fmt: skip
-    query_term, key_term, of_means = _terms(formula)
+    second = {language.logsumexp_over_keys(multiple * x): r2} if multiple != 1 else {}
+    query_term, key_term, of_means = _terms(formula, second)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     if of_positives:
         refuse((key_term != 0, "positives='id' has no kernel yet beside mean_over_keys: write mean_over_queries alone, "
@@ -194,8 +206,9 @@ def form_of(spec: LossSpec) -> Form:
          "mean_of_queries(x) needs positives='diagonal': write mean_of_keys(x) in mean_over_queries, the same number"),
         (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
-    over_symbols = formula.xreplace(_REDUCED)
-    return Form(spec, logit, over_symbols, found, query_term, key_term, None, excluded, domain, of_means, scaled)
+    over_symbols = formula.xreplace(_REDUCED | second)
+    of_pairs = (None, excluded, domain, of_means, scaled, multiple)
+    return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
 
 
 def _of_scaled_features(formula: Expr) -> tuple[Expr, tuple[str, ...]]:
@@ -304,6 +317,8 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     """A statistic over x instead of the logit. The positive of another expression becomes that of the two that it
     depends on, the positive's logit and similarity; a mean of one may differ from the logit by what pairs share."""
     inside = statistic.args[0]
+    if inside != logit and isinstance(statistic, (language.positive, *_SUMS)) and (times := _ratio(inside, logit)):
+        return times * statistic.func(x) if isinstance(statistic, language.positive) else statistic.func(times * x)
     if not isinstance(statistic, (language.positive, *_OF_ALL)) or inside == logit:
         return statistic.func(x)
     refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit: write reductions beside positive"))
@@ -313,20 +328,40 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     return inside.xreplace({logit: own, z: positive_z}) if rest.has(z) else own + rest
 
 
-def _logit(statistics: list[Expr]) -> Expr:
-    """The one expression inside all log-sum-exps, or without any inside the positives."""
+def _ratio(expression: Expr, logit: Expr) -> Expr:
+    """The positive number by which a logit is multiplied to be the expression; 0 if there is none."""
+    of_logit, parts = (sympy.expand(each).as_coefficients_dict() for each in (logit, expression))
+    first = min(of_logit, key=sympy.default_sort_key)
+    times = sympy.nsimplify(parts[first] / of_logit[first], rational=True)
+    return times if times > 0 and sympy.nsimplify(sympy.expand(expression - times * logit), rational=True) == 0 else 0
+
+
+def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
+    """The one expression inside all log-sum-exps, or without any inside the positives; and what multiplies it in a
+    second log-sum-exp over keys, 1 without one. Of two it is that of the negatives or the positive, if it can be."""
     sums = [each for each in statistics if isinstance(each, _OF_LOGITS)]
     logits = sorted({each.args[0] for each in sums or statistics}, key=sympy.default_sort_key)
-    if len(logits) != 1:
-        listed = "; ".join(map(display, logits)) or "none"
-        how = "write one of them in all log-sum-exps" if logits else "write logsumexp_over_keys(x) of a logit x of z"
+    listed, multiple = "; ".join(map(display, logits)) or "none", Integer(len(logits) == 1)
+    if len(logits) == 2:
+        for kind in (language.positive, language.logsumexp_over_negatives):  # the last one decides
+            logits.sort(key=lambda e: not any(e == each.args[0] for each in statistics if isinstance(each, kind)))  # noqa: B023
+        of_keys = {each.args[0] for each in sums if isinstance(each, language.logsumexp_over_keys)}
+        others = {each.args[0] for each in sums if not isinstance(each, language.logsumexp_over_keys)}
+        if of_keys == set(logits) and others <= {logits[0]}:
+            multiple = _ratio(logits[1], logits[0])
+    if not multiple:
+        how = "write logsumexp_over_keys(x) of a logit x of z"
+        if len(logits) == 2:
+            how = "write one of them in all log-sum-exps, or in one logsumexp_over_keys a positive constant times it"
+        elif logits:
+            how = "write one of them in all log-sum-exps"
         raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed}): {how}")
-    (logit,) = logits
+    logit = logits[0]
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
     if unknown or logit.atoms(*_REDUCTIONS):
         inside = ", ".join(unknown) or "another reduction"
         raise LossError(f"the logit {display(logit)} has {inside} in it: write it with z, scale and bias alone")
-    return logit
+    return logit, multiple
 
 
 # The classes that a mask leaves out, by its values for pairs of (no positive, another id), (no positive, one id),
@@ -390,8 +425,9 @@ def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]
                         "means: write it inside of one")  # fmt: skip
 
 
-def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
-    """query_term(r, p, u, h) and key_term(c, p), with the coefficients of their means; and `Form.of_means`."""
+def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
+    """query_term(r, p, u, h, r2) and key_term(c, p), with the coefficients of their means; and `Form.of_means`.
+    `second`: the symbol of the second log-sum-exp."""
     terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
         refuse(
@@ -401,7 +437,7 @@ def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
                 f"{mean.func.__name__} is multiplied by {display(coefficient)}: write that factor inside of the mean",
             ),
         )
-        terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED)
+        terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED | second)
     (query_term, of_m), (key_term, of_n) = (_without_mean(sympy.expand_mul(terms[mean]), mean) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):

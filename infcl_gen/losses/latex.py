@@ -18,7 +18,7 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 
 # Other symbols are named by their LaTeX.
 _NAMES = {
-    "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
+    "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i", "r2": "r'_i",
     "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
 }  # fmt: skip
 _VECTORS = {
@@ -95,7 +95,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
-        **slopes_of_rows(derivation, _text),
+        **slopes_of_rows(derivation, _text, "a'_i"),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
         + r", \quad j \ne i" * triangle,
         **gradients,
@@ -156,6 +156,9 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     if derivation.has_queries:
         others = r"{j \ne i}" if derivation.traits.triangle else "j"
         found["query_statistic"] = rf"r_i = \log \sum_{others} {mask}e^{{x_{{ij}}}}"
+        if derivation.form.second:
+            power = _text(derivation.form.multiple * x)
+            found["second_statistic"] = rf"r'_i = \log \sum_{others} {mask}e^{{{power}}}"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
     of_queries, of_keys = derivation.form.of_means
@@ -204,7 +207,8 @@ def _gradient(derivation: Derivation) -> str:
             ends = " + ".join(["", *of_means]).replace("+ -", "- ")
             share = r"e^{x_{ij} - p_i} " if derivation.traits.softmax_of_positives else r"\frac{1}{n_i} "
             at_positives = f"b_i {share * form.several}{_text(placed)}"
-            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {at_positives}{ends} \Big)"
+            second = rf"a'_i {mask}e^{{{_text(form.multiple * x)} - r'_i}} + " * form.second
+            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {second}{at_positives}{ends} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),
             diff(form.key_term, c) * kept * sympy.exp(x - c),

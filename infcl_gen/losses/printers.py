@@ -21,9 +21,10 @@ from infcl_gen.losses.language import LossError
 
 # Symbols of derived expressions: x is the logit of a pair, r = logsumexp over a query's keys, c = logsumexp over a
 # key's queries, p the logit of the positive, and positive_z its similarity. Of a query's own numbers u is the caller's
-# weight, and h = logsumexp over its own negatives. m is the mean of a query's logits, and d that of a key's.
-_LETTERS = ("x", "r", "c", "p", "positive_z", "u", "h", "m", "d")
-x, r, c, p, positive_z, u, h, m, d = (Symbol(each, real=True) for each in _LETTERS)
+# weight, and h = logsumexp over its own negatives. m is the mean of a query's logits, and d that of a key's. r2 is as r,
+# of a constant multiple of x.
+_LETTERS = ("x", "r", "c", "p", "positive_z", "u", "h", "m", "d", "r2")
+x, r, c, p, positive_z, u, h, m, d, r2 = (Symbol(each, real=True) for each in _LETTERS)
 
 
 def temporary(number: int) -> Symbol:
@@ -33,7 +34,7 @@ def temporary(number: int) -> Symbol:
 
 LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
-_SYMBOLS = {**language.SYMBOLS, **{each.name: each for each in (x, r, c, p, positive_z, u, h, m, d)}}
+_SYMBOLS = {**language.SYMBOLS, **{each.name: each for each in (x, r, c, p, positive_z, u, h, m, d, r2)}}
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 

@@ -17,6 +17,7 @@ from infcl_gen.losses.printers import (
     p,
     positive_z,
     torch_code,
+    x,
 )  # fmt: skip
 
 _NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])", "positives_of_query": "n"}
@@ -31,6 +32,7 @@ _PAIR = {
     "h": "h_i",
     "m": "m_i",
     "d": "d_j",
+    "r2": "r2_i",
     "queries": "M",
     "keys": "N",
     "positives_of_query": "n_i",
@@ -115,12 +117,14 @@ def _positives_of_id(derivation: Derivation) -> str:
 SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i"), bias: ("bias_slope", "v_i")}
 
 
-def slopes_of_rows(derivation: Derivation, write: Callable[[Expr], str]) -> dict[str, str]:
-    """The slopes of a query's term by name, as equations; `write` gives the text of an expression."""
+def slopes_of_rows(derivation: Derivation, write: Callable[[Expr], str], second: str = "a2_i") -> dict[str, str]:
+    """The slopes of a query's term by name, as equations; `write` gives the text of an expression, and `second` is the
+    letter of that of a second log-sum-exp."""
     if not derivation.form.combined:
         return {}
     shared, slopes = derivation.slopes_of_query
-    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(SLOPES.__getitem__, derivation.by_number)]
+    names = [("query_weight", "a_i"), *[("second_weight", second)] * derivation.form.second, ("positive_slope", "b_i")]
+    names += map(SLOPES.__getitem__, derivation.by_number)
     found = {f"part_{symbol}": f"{write(symbol)} = {write(part)}" for symbol, part in shared}
     return found | {name: f"{letter} = {write(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
 
@@ -142,15 +146,24 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["mask"] = f"w_ij = 0 where {where}, else 1"
     if derivation.traits.triangle:
         mask = "w_ij * " * bool(excluded)
-        return found | {"query_statistic": f"r_i = log sum_{{j != i}} {mask}exp(x_ij)"} | _own_statistics(derivation)
+        found["query_statistic"] = f"r_i = log sum_{{j != i}} {mask}exp(x_ij)"
+        found |= _second_statistic(derivation, f"sum_{{j != i}} {mask}")
+        return found | _own_statistics(derivation)
     if derivation.has_queries:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
+        found |= _second_statistic(derivation, "sum_j " + "w_ij * " * bool(excluded))
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
     of_queries, of_keys = derivation.form.of_means
     found |= {"query_mean": "m_i = 1/N * sum_j x_ij"} if of_queries != 0 else {}
     found |= {"key_mean": "d_j = 1/M * sum_i x_ij"} if of_keys != 0 else {}
     return found | _own_statistics(derivation)
+
+
+def _second_statistic(derivation: Derivation, summed: str) -> dict[str, str]:
+    if not derivation.form.second:
+        return {}
+    return {"second_statistic": f"r2_i = log {summed}exp({display(derivation.form.multiple * x, _PAIR)})"}
 
 
 def _own_statistics(derivation: Derivation) -> dict[str, str]:
@@ -198,7 +211,10 @@ def _gradient(derivation: Derivation) -> str:
         if derivation.form.several:
             of_each = "b_i * exp(x_ij - p_i)" if derivation.traits.softmax_of_positives else "b_i / n_i"
             at_positives = f"{of_each} * [id_j = id_i]"
-        return f"a_i * {mask}exp(x_ij - r_i) + {at_positives}" + _of_means(derivation)
+        second = ""
+        if derivation.form.second:
+            second = f"a2_i * {mask}exp({display(derivation.form.multiple * x, _PAIR)} - r2_i) + "
+        return f"a_i * {mask}exp(x_ij - r_i) + {second}{at_positives}" + _of_means(derivation)
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
         f"{mask}exp(x_ij - c_j)": derivation.key_share * derivation.has_keys,
@@ -259,6 +275,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
         ("y", masked, f'x.masked_fill({masked}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
+        ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p) and not several, at_positives.format("x")),
         ("m", form.formula.has(m), "x.mean(1)"),
@@ -340,6 +357,11 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "of_their_logits": "log-sum-exp" if softmax else "mean logit",
         "statistic_of_positives": _STATISTICS_OF_POSITIVES.get(derivation.form.statistics[-1].kind, ""),
         "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
+        "times_multiple": f"\nMULTIPLE = {float(derivation.form.multiple)}  # of the logits in r2" * derivation.form.second,
+        "second_softmax": " + second_weight of i * exp(MULTIPLE * x_ij - r2_i)" * derivation.form.second,
+        "about_second": "\n    second_weight   the derivative by r2, log-sum-exp of MULTIPLE * x, times MULTIPLE"
+        * derivation.form.second,
+        "and_second_weight": ", second_weight" * derivation.form.second,
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(

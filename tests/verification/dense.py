@@ -123,7 +123,9 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
     """A loss of one side from its similarities (M, M).
 
     "dcl" is equation 6 of arXiv 2110.06848, with a mean. "debiased" is `criterion` of the authors' code of
-    arXiv 2007.00224 with tau_plus = 0.1, each row's exponentials over that of its largest logit. "rince_of_rows" has
+    arXiv 2007.00224 with tau_plus = 0.1, each row's exponentials over that of its largest logit. "hard_negative" is
+    `criterion` of the authors' code of arXiv 2010.04592 with beta = 1, likewise. "weighed_of_rows" has the sum of e^x
+    and that of e^(x / 3), of all other rows. "rince_of_rows" has
     the square roots of the sum and of the positive; "margin_of_rows" is ntxent with 0.3 taken from each positive.
     "capped_of_rows" caps the logits of negatives at 20, and takes the positive's similarity as it is.
     """
@@ -138,6 +140,20 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
         return (others.logsumexp(1) - p).mean()
     if name == "dcl":
         return (negatives.logsumexp(1) - p).mean()
+    if name == "weighed_of_rows":
+        of_all = (others / 3).exp().sum(1).sqrt() / 2
+        return (others.logsumexp(1) + of_all - 3 * p).mean()
+    if name == "hard_negative":
+        n, tau_plus = count - 2, 0.1
+        neg, pos = negatives - bias, p - bias
+        # imp is e^x over that of the row's largest negative, which leaves imp * neg / imp.mean() as it is
+        imp = (neg - neg.detach().amax(1, keepdim=True)).exp()
+        largest = torch.maximum(neg.detach().amax(1), pos.detach())
+        weighed = (imp * (neg - largest[:, None]).exp()).sum(1) / imp.mean(1)
+        pos = (pos - largest).exp()
+        ng = (-tau_plus * n * pos + weighed) / (1 - tau_plus)
+        ng = torch.maximum(ng, n * torch.exp(-scale - largest))
+        return (torch.log(pos + ng) - (p - bias - largest)).mean()
     if name == "rince_of_rows":
         return (others.exp().sum(1).sqrt() / 5 - 2 * p.exp().sqrt()).mean()
     if name == "margin_of_rows":
