@@ -192,6 +192,7 @@ def section(spec: LossSpec) -> str:
     source = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", spec.source)
     kinds = {
         "logsumexp": "log-sum-exp of each {}",
+        "logsumexp_of_multiple": "log-sum-exp of a multiple of each {}'s logits",
         "mean_over_positives": "mean logit of each {}'s positives, and their number",
         "logsumexp_over_positives": "log-sum-exp of each {}'s positives, and their number",
     }

@@ -113,7 +113,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
         "formula_of_g": "share_i 2^(y - r_i)"
-        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes,
+        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
+        + ", and the same of MULTIPLE y" * plan.traits.second,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
@@ -145,6 +146,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         **_class_context(plan),
         **_combined_context(plan, derivation),
         **_several_context(plan),
+        **_second_context(plan),
         **_sides_of_positives(plan),
         "sums_slopes": plan.traits.sums_slopes,
         "dscale_rest": triton_code(derivation.dscale_rest),
@@ -193,6 +195,7 @@ def _header_context(plan: Plan) -> dict[str, Any]:
         "helpers": "helpers_of_sums",
         "lowest": _LOWEST if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
         "legend_of_positives": _LEGENDS_OF_POSITIVES[traits.softmax_of_positives] if traits.several else ABSENT,
+        "legend_of_second": "r2_i                log-sum-exp of MULTIPLE * x over row i, likewise" if traits.second else ABSENT,
         "sampled": not plan.exact,
         "references": f"references_{kind}",
     }
@@ -350,7 +353,9 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "reference_of_positive": ABSENT if without else _REFERENCE,
         # Of a positive that is in no sum the linear form is exact enough: it has no term there to be the logarithm of.
         "y_of_positive": "z.to(tl.float64) * slope" if without else "positive_log2(z, slope, reference)",
-        "g_of_positives": "positive_slope + through_z" + " + weight * tl.exp(p - r)" * (not without),
+        "g_of_positives": "positive_slope + through_z"
+        + " + weight * tl.exp(p - r)" * (not without)
+        + " + second_weight * tl.exp(p * MULTIPLE - r2)" * (plan.traits.second and not without),
     }
 
 
@@ -416,6 +421,52 @@ def _several_context(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _second_context(plan: Plan) -> dict[str, Any]:
+    """What the kernels of a loss with a second log-sum-exp of each query read."""
+    traits, both = plan.traits, plan.both_axes
+    mantissa = "second_mantissa + i, {}, mask=i < queries"
+    divided = "sum_of_second / second_weight"
+    r2, empty = _SECOND_OF_QUERY, ABSENT
+    if traits.without_positives:
+        r2 += '\nr2 = tl.where(mantissa == 0.0, float("-inf"), r2)'
+        empty = "second_weight = tl.where(mantissa == 0.0, 0.0, second_weight)"
+        divided = f'tl.where(mantissa == 0.0, float("inf"), {divided})'
+    found = {
+        "second_slope": "second_slope = slope * MULTIPLE",
+        "second_of_query": r2,
+        "second_of_nothing": empty,
+        "about_second": "second_mantissa that of the second sum over a2_i, likewise",
+        "divided_second": f"sum_of_second = {divided}\n    tl.store({mantissa.format('sum_of_second.to(tl.float32)')})",
+        "key_shares_of_second": _SHARES_OF_SECOND if both else ABSENT,
+        "second_softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,
+        "second_columns_above_diagonal": _SECOND_COLUMNS if traits.triangle else ABSENT,
+        "no_second_below": _NO_SECOND_BELOW,
+    }
+    share = "\n{2}+ softmax_share({0}s, here, z, {1}second_exponent, {1}second_mantissa, slope * MULTIPLE)"
+    return {name: text if traits.second else ABSENT for name, text in found.items()} | {
+        "second": traits.second,
+        "second_of_both": traits.second and both,
+        "plus_second": " + second_weight" * traits.second,
+        "plus_second_of_columns": share.format("column", "key_", " " * 12) * traits.second,
+        "plus_second_of_rows": share.format("row", "", " " * 17) * traits.second,
+        # Defaults: pieces are included once more for the second sums.
+        "which": "",
+        "told": True,
+    }
+
+
+_SECOND_OF_QUERY = """\
+second_exponents = tl.load(second_exponent + i, mask=i < queries, other=0.0)
+sum_of_second = tl.load(second_mantissa + i, mask=i < queries, other=1.0)
+r2 = log2_of(second_exponents, sum_of_second) * LN2 + shift * MULTIPLE"""
+_NO_SECOND_BELOW = """\
+tl.store(row_second_exponent + key_block * rows_stride + rows, nothing + LOWEST, mask=rows < queries)
+tl.store(row_second_sum + key_block * rows_stride + rows, nothing, mask=rows < queries)"""
+_SHARES_OF_SECOND = """\
+second_e = tl.load(key_second_exponent + visiting_keys)
+second_b = KEY_SHARE / tl.load(key_second_mantissa + visiting_keys)"""
+_SOFTMAX_OF_KEYS = "value += tl.exp2(tl.fma(z, slope * MULTIPLE, -second_e[None, :])) * second_b[None, :]"
+_SECOND_COLUMNS = "second_column_reference = tl.where(columns > diagonal_row, second_column_reference, LOWEST)"
 _MERGED = "rows, parts, part_stride, written"
 _TOTALS = "part_positives_exponent, part_positives, exponent_of_positives, sum_of_positives"
 _ABOUT_G_OF_POSITIVES = (
@@ -455,6 +506,7 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
         ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
+        ("MULTIPLE", float(derivation.form.multiple), "of the logits in the second log-sum-exps", plan.traits.second),
         ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0),
     ]  # fmt: skip
     for kernel, block in blocks.items():

@@ -29,6 +29,7 @@ _ALL = {
     "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",
 }  # fmt: skip
 _ALL |= {f"{x}_{way}_stride": f"{x}.stride({axis})" for x in "qkx" for axis, way in enumerate(("row", "depth"))}
+_ALL |= {f"{side}second_{x}": f"block.{side}second.{x}" for side in ("", "key_") for x in ("exponent", "mantissa")}
 for one, many in (("query", "queries"), ("key", "keys")):
     _ALL |= {f"{one}_{x}": f"block.{many}.{x}" for x in ("exponent", "mantissa", "ratio", "reference", "lowest")}
 _ALL |= {f"positive_{x}": f"positive[{i}]" for i, x in enumerate(("z", "row_reference", "key_reference"))}
@@ -40,6 +41,10 @@ _OF_POSITIVES = ("number", "positives", "positives_exponent")
 _PARTS |= {
     f"{side}_{x}": f"scratch.{side}_positives[{i}]" for side in ("row", "key") for i, x in enumerate(_OF_POSITIVES)
 }
+_PARTS |= {
+    f"{side}_second_{x}": f"scratch.{side}_second[{i}]"
+    for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
+}  # fmt: skip
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
 _COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "scale_parts", "bias_parts", "query_terms"))}
@@ -127,11 +132,6 @@ _ANY_LABELS = {"key_labels": "block.key_labels if block.own else block.positives
 _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
     "forward": ("grid", _LAUNCHES["forward"][1] | _ANY_LABELS),
     "forward_wide": ("grid", _PARTS | _ANY_LABELS),
-    "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
-        "row_exponent": "exponents", "row_sum": "sums", "query_exponent": "statistics.exponent",
-        "query_mantissa": "statistics.mantissa", "queries": "rows", "row_parts": "count",
-        "rows_stride": "exponents.stride(0)", "queries_written": "written",
-    }),
     "positives": (_OF_ROWS_AND_OWN_COLUMNS, _PARTS | {
         "strip": "_strip(m, n)",
         **_ANY_LABELS,  # and any tensors
@@ -139,6 +139,13 @@ _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
         "key_positive_reference": "(block.key_positive if block.own else positive)[1]",
     }),
     "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), _COMBINED),
+}  # fmt: skip
+_OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged one by one
+    "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
+        "row_exponent": "exponents", "row_sum": "sums", "query_exponent": "statistics.exponent",
+        "query_mantissa": "statistics.mantissa", "queries": "rows", "row_parts": "count",
+        "rows_stride": "exponents.stride(0)", "queries_written": "written",
+    }),
 }  # fmt: skip
 
 
@@ -166,14 +173,17 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
     for index, part in enumerate(parts_of(embedding_parts(choice.inner_dim))):
         values |= {f"{x}{part.name}": f"sides[{index}][{side}].source" for side, x in enumerate("qk") if part.name}
     found = dict.fromkeys(_LAUNCHES, ABSENT)
+    own_launches = _LAUNCHES | (_OF_TRIANGLE if choice.traits.triangle else {})
+    if choice.merges_sides:
+        own_launches |= _OF_SIDES
     for family in families(choice):
         for kernel in family.kernels(choice):
             replaced = kernel.replaces or kernel.name
-            grid, own = (_LAUNCHES | _OF_TRIANGLE if choice.traits.triangle else _LAUNCHES)[replaced]
+            grid, own = own_launches[replaced]
             own = values | own
             if kernel.replaces:
                 own |= _given_to_variant(family, kernel)
-            if kernel.name == "merge" and not choice.both_axes:
+            if kernel.name == "merge" and not (choice.both_axes or choice.merges_sides):
                 grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
             if kernel.name == "forward":
                 own["stash"] = "tiles" if choice.descriptors else "kept"

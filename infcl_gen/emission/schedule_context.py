@@ -48,7 +48,10 @@ def schedule_context(
         "strip_blocks": True,
     }
     words = ", ".join(word for word, used in imports.items() if used)
-    pieces = {"ratios": ratios, "halves": plan.split, "triangle": triangle, "several": plan.traits.several}
+    pieces = {
+        "ratios": ratios, "halves": plan.split, "triangle": triangle, "merge": plan.merges_sides,
+        "several": plan.traits.several,
+    }  # fmt: skip
     of_several = {
         "noted_positives": ABSENT if triangle else _POSITIVES_OF_PART,
         "positives_of_panel": ABSENT,
@@ -112,8 +115,10 @@ def schedule_context(
         "wide_launch": ABSENT if plan.rows else launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle else "m, n = part.q.shape[0], part.k.shape[0]",
-        "merged": _MERGED if triangle else launch["merge"],
-        "second_sums": _SECOND_OF_ROWS if triangle else "sum_i g_ij q_i to dk (n, D), both fp32 and contiguous",
+        "merged": _MERGED if triangle else _MERGED_TWICE if plan.traits.second else launch["merge"],
+        "second_of_rows": _SECOND_OF_ROWS if plan.traits.second else ABSENT,
+        "second_of_columns": _SECOND_OF_COLUMNS if plan.traits.second else ABSENT,
+        "second_sums": _SUMS_OF_ROWS if triangle else "sum_i g_ij q_i to dk (n, D), both fp32 and contiguous",
         "dk": "dq" if triangle else "dk",  # where the second sums go
         "arrives": "behind the first launches" if triangle else "before `dk` is touched",
         "whole_on_the_diagonal": _WHOLE_ON_THE_DIAGONAL if triangle else ABSENT,
@@ -132,7 +137,16 @@ _POSITIVES_OF_COLUMNS = """\
 fresh = fresh_columns and not block.diagonal
         _merge_positives(scratch.key_positives, strips, block.key_positive, fresh)"""
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
-_SECOND_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
+_FORWARD_PARTS = "cdiv(n, kernels.FORWARD_KEYS.value)"
+_MERGED_TWICE = f"""\
+fresh = fresh_queries and key0 == 0
+    _merge(scratch.row_parts, {_FORWARD_PARTS}, part.queries, fresh)
+    _merge(scratch.row_second, {_FORWARD_PARTS}, part.second, fresh)"""  # indented as launches are
+_SECOND_OF_ROWS = f"_merge(scratch.row_second, {_FORWARD_PARTS}, block.second, fresh_rows)"
+_SECOND_OF_COLUMNS = (
+    "_merge(scratch.key_second, strips, block.key_second, fresh_columns and not block.diagonal)"
+)
+_SUMS_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
 _WHOLE_ON_THE_DIAGONAL = """\
 if part.diagonal or not part.own:  # on the diagonal panels are whole; other ranks sum for their rows
     continue"""
@@ -211,15 +225,17 @@ def _forward_buffers(plan: Plan) -> list[str]:
 
 def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
-    shapes, of_positives = ("tiles[1], rows", f"{strips}, keys"), plan.partial_sums - 2
+    shapes, beside = ("tiles[1], rows", f"{strips}, keys"), plan.partial_sums - 2
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
-    row_positives, key_positives = (_new(f"{of_positives}, {shape}") + ".unbind()" for shape in shapes)
+    row_beside, key_beside = (_new(f"{beside}, {shape}") + ".unbind()" for shape in shapes)
     return [
         ("own_reference", "of each query", _new("rows"), plan.rows),
         ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
-        ("row_positives", "of positives (key blocks, rows)", row_positives, plan.traits.several),
-        ("key_positives", "the same (strips, keys)", key_positives, plan.traits.several and plan.both_axes),
+        ("row_second", "of the second log-sum-exps (key blocks, rows)", row_beside, plan.traits.second),
+        ("key_second", "the same (strips, keys)", key_beside, plan.traits.second and plan.both_axes),
+        ("row_positives", "of positives (key blocks, rows)", row_beside, plan.traits.several),
+        ("key_positives", "the same (strips, keys)", key_beside, plan.traits.several and plan.both_axes),
         ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),

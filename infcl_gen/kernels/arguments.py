@@ -36,6 +36,8 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
     "positive_z positive_row_reference positive_key_reference key_positive_z key_positive_reference positive_g "
     "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
+    "row_second_exponent row_second_sum key_second_exponent key_second_sum "
+    "second_exponent second_mantissa key_second_mantissa "
     "stash_reference own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",
@@ -94,8 +96,11 @@ def arguments(*given: str | Argument) -> tuple[Argument, ...]:
 
 
 def statistics(choice: Choice) -> str:
-    """The sums of queries, and of keys where the loss has them, as wide floats."""
-    return "query_exponent query_mantissa" + " key_exponent key_mantissa" * choice.both_axes
+    """The sums of queries, and of keys where the loss has them, as wide floats; then the second ones."""
+    found = "query_exponent query_mantissa" + " key_exponent key_mantissa" * choice.both_axes
+    if choice.traits.second:
+        found += " second_exponent second_mantissa" + " key_second_exponent key_second_mantissa" * choice.both_axes
+    return found
 
 
 def of_positives(choice: Choice, numbers: str, sums: str, exponents: str) -> str:

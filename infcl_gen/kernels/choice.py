@@ -79,6 +79,12 @@ class Choice:
         return 2 + 2 * self.traits.second + (2 + self.traits.softmax_of_positives) * self.traits.several
 
     @property
+    def merges_sides(self) -> bool:
+        """Whether partial sums are merged one by one: those of a triangle's rows and columns have one home, and a
+        query may have a second one."""
+        return self.traits.triangle or self.traits.second
+
+    @property
     def labels(self) -> bool:
         """Whether positives are named by labels."""
         return self.traits.labels

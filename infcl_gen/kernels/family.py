@@ -93,9 +93,9 @@ class Tile:
 
     def wide_warps(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
         """Warps of the kernel that computes a strip again. Its second reference and its pointers take registers: with
-        more than 32 elements of a tile a thread spills, and with more than 16 beside a statistic of positives."""
+        more than 32 elements of a tile a thread spills, and with more than 16 where there are two statistics."""
         warps = max(4, block.keys // 16)
-        return min(2 * warps, profile.max_warps_per_block) if choice.traits.several else warps
+        return min(2 * warps, profile.max_warps_per_block) if choice.traits.two_statistics else warps
 
     def misfits(self, block: Block, choice: Choice) -> list[str]:
         """What this tile's kernels cannot do with a block."""

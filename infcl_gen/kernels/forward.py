@@ -29,7 +29,7 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if choice.traits.several:
+        if choice.traits.two_statistics:
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
@@ -70,9 +70,9 @@ def keeps_keys(block: Block, choice: Choice) -> bool:
 
 
 def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
-    """Rows of key sums that a program keeps apart, one for each lane, where a thread holds several rows; else 1. Sums
-    of positives, too, would take more registers than there are."""
-    if choice.traits.several:
+    """Rows of key sums that a program keeps apart, one for each lane, where a thread holds several rows; else 1. Two
+    statistics of each would take more registers than there are."""
+    if choice.traits.two_statistics:
         return 1
     lanes = profile.architecture.row_lanes * block.warps
     return lanes if 0 < 2 * lanes <= block.rows else 1
@@ -83,6 +83,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums += f" {of_positives(choice, 'row_number', 'row_positives', 'row_positives_exponent')}"
     if choice.both_axes:
         sums += f" {of_positives(choice, 'key_number', 'key_positives', 'key_positives_exponent')}"
+    if choice.traits.second:
+        sums += " row_second_exponent row_second_sum" + " key_second_exponent key_second_sum" * choice.both_axes
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
     told = classes(choice) if choice.traits.masked or choice.traits.several else ""
     sampled = not choice.exact

@@ -34,7 +34,7 @@ ID_BLOCKS = {
     "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
     "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
 }
-# Statistics of positives take as many again: with 64 numbers of z a thread of sm_90 spills 296 to 960 bytes.
+# A second statistic takes as many again: with 64 numbers of z a thread of sm_90 spills 296 to 960 bytes.
 SEVERAL_BLOCKS = {
     "hopper": (Block(128, 64, 64, 8, 4), Block(64, 32, 32, 8, 3)),
     "blackwell": (Block(64, 64, 64, 8, 3), Block(64, 64, 32, 8, 3)),
@@ -56,7 +56,7 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
-        if choice.traits.several:
+        if choice.traits.two_statistics:
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.ids or (choice.both_axes and choice.traits.combined):  # two exponentials of each pair
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]

@@ -67,7 +67,8 @@ def _of_several(choice: Choice) -> tuple[Kernel, ...]:
 
 def _combining(choice: Choice) -> tuple[Kernel, ...]:
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
-    taken = f"query_exponent query_mantissa {positive(choice)} {SCALARS} {vectors}"
+    second = "second_exponent second_mantissa" * choice.traits.second
+    taken = f"query_exponent query_mantissa {second} {positive(choice)} {SCALARS} {vectors}"
     left = "positive_g scale_parts bias_parts query_terms" + " kept_z" * choice.traits.triangle
     combine = arguments(taken, left, "queries all_queries all_keys")
     return Kernel("combine", combine), Kernel("row_loss", arguments("query_terms loss queries weight BLOCK"))

@@ -352,7 +352,7 @@ def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
     if not multiple:
         how = "write logsumexp_over_keys(x) of a logit x of z"
         if len(logits) == 2:
-            how = "write one of them in all log-sum-exps, or in one logsumexp_over_keys a positive constant times it"
+            how = "write one of them in all log-sum-exps, or twice it in one over keys"
         elif logits:
             how = "write one of them in all log-sum-exps"
         raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed}): {how}")

@@ -137,6 +137,8 @@ class Choices:
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
         if derivation.traits.ids and name != "panel":
             return f"has no kernels that tell ids apart, as in the loss {derivation.spec.name}; valid: panel, torch"
+        if derivation.traits.second and name != "panel":
+            return f"has no kernels for two sums of a query, as in the loss {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.without_positives and name != "panel":  # a sample may take a positive for the reference
             return (
                 f"has no kernels that leave positives out, as in the loss {derivation.spec.name}; valid: panel, torch"

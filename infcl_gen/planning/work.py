@@ -123,7 +123,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             "first",
             flops=2 * rows * keys * W * P * share.forward,
             bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
-            exponentials=forward_pairs,
+            exponentials=forward_pairs * (1 + v.traits.second),
             efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
@@ -162,7 +162,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 exponentials=pairs
                 * fraction
                 * (sides if v.traits.combined else 1)
-                * (1 + v.traits.softmax_of_positives),
+                * (1 + v.traits.softmax_of_positives + v.traits.second),
                 efficiency=reached,
                 launches=2 * panels + (once if v.both_axes else 0),
             )

@@ -365,8 +365,9 @@ def _of_softmaxes(
 class _OfQueries:
     """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
-    r, and those of positives in p, `positive`, which are wrong by `dpositive`. An error is what a value changes over
-    the intervals of its arguments, and FUNCTION_ROUNDINGS."""
+    r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
+    second log-sum-exp `second` and `dsecond` likewise. An error is what a value changes over the intervals of its
+    arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
         self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
@@ -376,11 +377,8 @@ class _OfQueries:
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
         left_out = () if traits.several else mathematics.CLASSES
         y = kept(x, inputs, torch.arange(len(x), device=x.device), left_out)
-        r, self.long_sum = y.logsumexp(1), 4 + math.sqrt(x.shape[1]) / 8
-        finite = r.abs().nan_to_num(0.0, posinf=0.0)
-        self.dx = (dx + self.v * (finite[:, None] + self.long_sum)).clamp_(max=1.0)
-        self.probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
-        self.mean = (self.probability * self.dx).sum(1)
+        self.long_sum = 4 + math.sqrt(x.shape[1]) / 8
+        r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None
         if traits.several:
             _, count, p = mathematics.of_positives(x, at)
@@ -389,8 +387,12 @@ class _OfQueries:
         else:
             p, dp = x[at], dx[at] + self.v * x[at].abs()
             self.positive, self.dpositive = at.to(x.dtype), torch.zeros_like(x)
-        numbers = [r, p]
-        errors = [self.mean + self.v * (finite + self.long_sum), dp]
+        numbers, errors = [r, p], [dr, dp]
+        if traits.second:
+            times = mathematics.MULTIPLE
+            r2, dr2, self.second, self.dsecond = self._of_sum(times * y, times * dx)
+            numbers.append(r2)
+            errors.append(dr2)
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
         if inputs.query_weight is not None:
             numbers.append(inputs.query_weight.to(x.dtype))
@@ -415,14 +417,25 @@ class _OfQueries:
 
         def at_ends(signs: Iterable[int]) -> Tensor:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
-            similarity = positive_z + list(signs)[1] * dz
-            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own, count)
+            similarity, second = positive_z + list(signs)[1] * dz, own.pop(0) if traits.second else None
+            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own, count, second)
             values = mathematics.of_queries(r, p, **rest)
             return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values]) * found
 
         self.values = at_ends([0] * len(numbers))
         near = torch.stack([at_ends(signs) for signs in itertools.product((-1, 1), repeat=len(numbers))])
         self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
+
+    def _of_sum(self, y: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The log-sum-exp of each row of y, -inf where a pair is left out, for logits wrong by dx; the shares of pairs
+        in it; and what each of them is wrong by."""
+        r = y.logsumexp(1)
+        finite = r.abs().nan_to_num(0.0, posinf=0.0)
+        dx = (dx + self.v * (finite[:, None] + self.long_sum)).clamp_(max=1.0)
+        probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
+        mean = (probability * dx).sum(1)
+        dprobability = probability * (dx + mean[:, None] + self.v)
+        return r, mean + self.v * (finite + self.long_sum), probability, dprobability
 
     def _of_positives(self, x: Tensor, dx: Tensor, at: Tensor, p: Tensor, softmax: bool) -> Tensor:
         """The error of p, a statistic of the positives `at`; writes their shares, which are all alike in a mean."""
@@ -446,11 +459,16 @@ def _of_combined(
     of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
-    cancels = torch.finfo(torch.float64).eps * (weight.abs() + slope.abs())  # in the oracle, where autograd adds terms
+    second, dsecond = (each[6] if traits.second else torch.zeros_like(weight) for each in (of.values, of.errors))
+    cancels = torch.finfo(torch.float64).eps * (weight.abs() + second.abs() + slope.abs())  # in the oracle, where autograd adds terms
     dweight, dslope = dweight + cancels, dslope + cancels
     smooth = weight[:, None] * of.probability
-    dg = smooth.abs() * (of.dx + of.mean[:, None] + of.v) + dweight[:, None] * of.probability
+    dg = weight.abs()[:, None] * of.dprobability + dweight[:, None] * of.probability
     dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
+    if traits.second:
+        smooth = smooth + second[:, None] * of.second
+        dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
+        dg += (dsecond + cancels)[:, None] * of.second
     g = smooth + slope[:, None] * of.positive
     if traits.several:  # positives, of which there may be many, round alike, and so do all other pairs
         smooth = smooth.masked_fill(inputs.are_positive(mathematics.POSITIVES), 0.0)

@@ -161,9 +161,11 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
                 same_id = same_id & (at[:, None] != places)
             return kept(x, part, at, ()).logsumexp(1), *mathematics.of_positives(x, same_id)
         y = kept(x, part, at, mathematics.CLASSES)
-        return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0]
+        of_multiple = () if times is None else ((times * y).logsumexp(1),)
+        return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0], *of_multiple
 
     pairs, several = hasattr(mathematics, "pair_term"), hasattr(mathematics, "of_positives")
+    times = getattr(mathematics, "MULTIPLE", None)
     split = [each.split(SLICE_ROWS) for each in (q, places, labels, *(() if ids is None else (ids,)))]
     slices = zip(*split, strict=True)
     work = of_pairs if pairs else statistics
@@ -175,14 +177,15 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
         own = inputs.vectors(mathematics, q, factor, bias, features)
         rest = numbers_of_rows(mathematics, r, factor, bias, len(q), len(others), own, n)
         return _gradients((mathematics.of_queries(r, p, **rest)[0] * found_any).sum() / len(q), leaves)
-    by_query, by_key, at_positive = zip(*found, strict=True)
+    by_query, by_key, at_positive, *of_multiple = (tuple(each) for each in zip(*found, strict=True))
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
     of_all = mathematics.logit(q.mean(0) @ others.mean(0), factor, bias) * mean_share(mathematics)
     r = torch.cat(by_query)
     if hasattr(mathematics, "of_queries"):
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
-        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own)
+        second = torch.cat(of_multiple[0]) if of_multiple else None
+        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own, second=second)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
@@ -210,13 +213,16 @@ def numbers_of_rows(
     keys: int,
     own: Sequence[Tensor] = (),
     positives: Tensor | None = None,
+    second: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """What a loss.py's `of_queries` takes besides sums and positives; `own` are `Inputs.vectors`, `positives` the
-    numbers of positives."""
+    numbers of positives, `second` the log-sum-exps of a multiple of the logits."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
     if positives is not None:
         found["positives_of_query"] = positives
+    if second is not None:
+        found["r2"] = second
     names = mathematics.OF_ROWS
     found |= zip(names[len(names) - len(own) :], own, strict=True)
     return {name: found[name] for name in names}

@@ -60,6 +60,22 @@ SMOOTH = {
     "smooth_clip": spec((mean_over_queries(_SMOOTH) + mean_over_keys(_SMOOTH_KEYS)) / 2, "diagonal", "smooth_clip"),
     "smooth_rince": spec(BUILTIN_LOSSES["rince"].formula - mean_over_queries(mean_of_keys(X)) / 5, name="smooth_rince"),
 }
+# Two log-sum-exps of a query: of the logits and of a multiple of them.
+OF_MULTIPLES = {
+    "squared_weights": spec(
+        mean_over_queries(
+            query_weight * (logsumexp_over_keys(X, where=KEPT) - positive(X))
+            + softplus((logsumexp_over_keys(X / 2, where=KEPT) - logsumexp_over_keys(X, where=KEPT)) / 4)
+        ),
+        name="squared_weights",
+    ),
+    "hard_keys": spec(
+        mean_over_queries(
+            softplus(logsumexp_over_keys(5 * X / 2, where=1 - is_positive) - maximum(NEGATIVES, -1e30) - positive(X))
+        ),
+        name="hard_keys",
+    ),
+}
 _WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
 _OF_BOTH, _OF_QUERIES = query_scale * key_scale * scale * z, scale * (query_scale * z + bias)
 _SUM, _FURTHER = logsumexp_over_keys(_OF_QUERIES), logsumexp_over_negatives(_OF_QUERIES)
@@ -129,6 +145,7 @@ DERIVABLE = {
     "means_that_do_not_balance": spec(
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 2 * mean_of_keys(X) / 3)
     ),
+    **OF_MULTIPLES,
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }
 
@@ -136,6 +153,7 @@ DERIVABLE = {
 X_OF_ROWS = scale * similarity("query", "query") + bias
 _R, _P = logsumexp_over_keys(X_OF_ROWS, where=1 - is_self), positive(X_OF_ROWS)
 _FARTHER = X_OF_ROWS - 0.3 * is_positive
+_WEIGHED = exp(logsumexp_over_keys(X_OF_ROWS / 3, where=1 - is_self) / 2) / 2
 _CAPPED = logsumexp_over_keys(
     20 * tanh(scale * similarity("query", "query") / 20) + bias, where=(1 - is_self) * (1 - is_positive)
 )
@@ -144,6 +162,7 @@ OF_ROWS = {
     "margin_of_rows": spec(
         mean_over_queries(logsumexp_over_keys(_FARTHER, where=1 - is_self) - positive(_FARTHER)), name="margin_of_rows"
     ),
+    "weighed_of_rows": spec(mean_over_queries(_R + _WEIGHED - 3 * _P), name="weighed_of_rows"),
     "capped_of_rows": spec(
         mean_over_queries(softplus(_CAPPED - positive(scale * similarity("query", "query")))), name="capped_of_rows"
     ),

@@ -113,10 +113,15 @@ def derived(
     if hasattr(loss, "of_queries"):
         x = torch.where(eye == 1, -torch.inf, x) if "positive" in loss.CLASSES else x
         r = x.logsumexp(1)
-        rest = numbers_of_rows(loss, z, scale, bias, *x.shape, own)
+        times = getattr(loss, "MULTIPLE", 1.0)
+        r2 = (times * x).logsumexp(1)
+        rest = numbers_of_rows(loss, z, scale, bias, *x.shape, own, second=r2)
         term, weight, slope, through_z, *parts = loss.of_queries(r, p, **rest)
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
+        if hasattr(loss, "MULTIPLE"):
+            second = torch.where(r == -torch.inf, 0.0, parts[2])
+            g = g + second[:, None] * (times * x - r2[:, None]).exp().nan_to_num(0.0)
         of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts[:2])
         g = g + mean_share(loss) / x.shape[1]
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
