@@ -91,6 +91,14 @@ def test_kernels_of_a_triangle(loss: str, dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
+@pytest.mark.parametrize("dim", [96, 768])
+def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
+    how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
+    package = infcl_gen.generate(output=tmp_path / "p", loss="hard_negative", **how)
+    kernels = ("forward", "forward_wide", "merge", "combine", "gradient", "gradient_positives")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
 @pytest.mark.parametrize(
     ("loss", "dim"),
     [("supcon_out", 96), ("supcon_in", 40), ("supcon_in", 768), ("infonce_out", 768), ("infonce_in", 96)],

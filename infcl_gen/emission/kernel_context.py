@@ -100,6 +100,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "name": name,
         "fused": is_fused,
         "sums_of_keys": plan.traits.has_keys,
+        "by_blocks": not plan.rows,
         "triangle": plan.traits.triangle,
         "largest_of_sample": "largest_of_others" if plan.traits.triangle else "smallest_or_largest",
         "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
@@ -195,7 +196,9 @@ def _header_context(plan: Plan) -> dict[str, Any]:
         "helpers": "helpers_of_sums",
         "lowest": _LOWEST if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
         "legend_of_positives": _LEGENDS_OF_POSITIVES[traits.softmax_of_positives] if traits.several else ABSENT,
-        "legend_of_second": "r2_i                log-sum-exp of MULTIPLE * x over row i, likewise" if traits.second else ABSENT,
+        "legend_of_second": "r2_i                log-sum-exp of MULTIPLE * x over row i, likewise"
+        if traits.second
+        else ABSENT,
         "sampled": not plan.exact,
         "references": f"references_{kind}",
     }
@@ -426,7 +429,7 @@ def _second_context(plan: Plan) -> dict[str, Any]:
     traits, both = plan.traits, plan.both_axes
     mantissa = "second_mantissa + i, {}, mask=i < queries"
     divided = "sum_of_second / second_weight"
-    r2, empty = _SECOND_OF_QUERY, ABSENT
+    r2, empty, columns = _SECOND_OF_QUERY, ABSENT, _masks_of_sides(plan)["column_terms"]
     if traits.without_positives:
         r2 += '\nr2 = tl.where(mantissa == 0.0, float("-inf"), r2)'
         empty = "second_weight = tl.where(mantissa == 0.0, 0.0, second_weight)"
@@ -441,6 +444,8 @@ def _second_context(plan: Plan) -> dict[str, Any]:
         "second_softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,
         "second_columns_above_diagonal": _SECOND_COLUMNS if traits.triangle else ABSENT,
         "no_second_below": _NO_SECOND_BELOW,
+        "no_second_columns": "second_column_sums = tl.zeros((FORWARD_KEYS,), tl.float32)" if both else ABSENT,
+        "second_columns": f"second_column_sums += tl.sum({columns}, axis=0)" if both else ABSENT,
     }
     share = "\n{2}+ softmax_share({0}s, here, z, {1}second_exponent, {1}second_mantissa, slope * MULTIPLE)"
     return {name: text if traits.second else ABSENT for name, text in found.items()} | {

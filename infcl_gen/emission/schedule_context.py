@@ -143,9 +143,7 @@ fresh = fresh_queries and key0 == 0
     _merge(scratch.row_parts, {_FORWARD_PARTS}, part.queries, fresh)
     _merge(scratch.row_second, {_FORWARD_PARTS}, part.second, fresh)"""  # indented as launches are
 _SECOND_OF_ROWS = f"_merge(scratch.row_second, {_FORWARD_PARTS}, block.second, fresh_rows)"
-_SECOND_OF_COLUMNS = (
-    "_merge(scratch.key_second, strips, block.key_second, fresh_columns and not block.diagonal)"
-)
+_SECOND_OF_COLUMNS = "_merge(scratch.key_second, strips, block.key_second, fresh_columns and not block.diagonal)"
 _SUMS_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
 _WHOLE_ON_THE_DIAGONAL = """\
 if part.diagonal or not part.own:  # on the diagonal panels are whole; other ranks sum for their rows

@@ -125,7 +125,7 @@ class Derivation:
 
     @property
     def query_term(self) -> Expr:
-        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2) + over keys of key_term(c, p) + pair terms)."""
+        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2), keys of key_term(c, p), pair terms)."""
         return self.form.query_term
 
     @property
@@ -225,8 +225,8 @@ class Derivation:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         sides = 2 if self.form.domain == "triangle" else 1
         if self.form.combined:
-            slopes = self.query_weight, self.second_weight, self.positive_slope, self.through_z
-            return sides * math.fsum(map(_bound, slopes))
+            of_row = self.query_weight, self.second_weight, self.positive_slope, self.through_z
+            return sides * math.fsum(map(_bound, of_row))
         if self.pair_slope is None:
             return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
         slopes = self.pair_slope

@@ -29,6 +29,8 @@ from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is
 from infcl_gen.losses.printers import c, d, display, h, m, p, positive_z, r, r2, u, x
 from infcl_gen.runtime.traits import Domain
 
+ONE = Integer(1)
+
 
 @dataclass(frozen=True)
 class Statistic:
@@ -57,7 +59,7 @@ class PairTerm:
 
 @dataclass(frozen=True)
 class Form:
-    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p, positive_z, u, h, r2 (see `printers`).
+    """A loss in the general form; expressions over z, scale, bias, x, r, c, p, positive_z, u, h, r2 (see `printers`).
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
@@ -81,7 +83,7 @@ class Form:
     domain: Domain = "rectangle"
     of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
     scaled: tuple[str, ...] = ()
-    multiple: Expr = Integer(1)
+    multiple: Expr = ONE
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -341,21 +343,18 @@ def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
     second log-sum-exp over keys, 1 without one. Of two it is that of the negatives or the positive, if it can be."""
     sums = [each for each in statistics if isinstance(each, _OF_LOGITS)]
     logits = sorted({each.args[0] for each in sums or statistics}, key=sympy.default_sort_key)
-    listed, multiple = "; ".join(map(display, logits)) or "none", Integer(len(logits) == 1)
+    multiple = Integer(len(logits) == 1)
     if len(logits) == 2:
         for kind in (language.positive, language.logsumexp_over_negatives):  # the last one decides
-            logits.sort(key=lambda e: not any(e == each.args[0] for each in statistics if isinstance(each, kind)))  # noqa: B023
+            logits.sort(key=lambda e: not any(e == each.args[0] for each in statistics if isinstance(each, kind)))
         of_keys = {each.args[0] for each in sums if isinstance(each, language.logsumexp_over_keys)}
         others = {each.args[0] for each in sums if not isinstance(each, language.logsumexp_over_keys)}
         if of_keys == set(logits) and others <= {logits[0]}:
             multiple = _ratio(logits[1], logits[0])
     if not multiple:
-        how = "write logsumexp_over_keys(x) of a logit x of z"
-        if len(logits) == 2:
-            how = "write one of them in all log-sum-exps, or twice it in one over keys"
-        elif logits:
-            how = "write one of them in all log-sum-exps"
-        raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed}): {how}")
+        listed = "; ".join([*map(display, logits[:2]), *["..."] * (len(logits) > 2)]) or "none"
+        how = "one, or a positive multiple over keys" if logits else "logsumexp_over_keys(x) of a logit x of z"
+        raise LossError(f"a loss needs exactly one logit, not {len(logits)} ({listed}): write {how}")
     logit = logits[0]
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
     if unknown or logit.atoms(*_REDUCTIONS):

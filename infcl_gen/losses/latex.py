@@ -18,8 +18,9 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 
 # Other symbols are named by their LaTeX.
 _NAMES = {
-    "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i", "r2": "r'_i",
-    "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
+    "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
+    "r2": "r'_i", "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N",
+    "positives_of_query": "n_i",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",

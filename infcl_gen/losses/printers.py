@@ -21,8 +21,8 @@ from infcl_gen.losses.language import LossError
 
 # Symbols of derived expressions: x is the logit of a pair, r = logsumexp over a query's keys, c = logsumexp over a
 # key's queries, p the logit of the positive, and positive_z its similarity. Of a query's own numbers u is the caller's
-# weight, and h = logsumexp over its own negatives. m is the mean of a query's logits, and d that of a key's. r2 is as r,
-# of a constant multiple of x.
+# weight, and h = logsumexp over its own negatives. m is the mean of a query's logits, and d that of a key's. r2 is as
+# r, of a constant multiple of x.
 _LETTERS = ("x", "r", "c", "p", "positive_z", "u", "h", "m", "d", "r2")
 x, r, c, p, positive_z, u, h, m, d, r2 = (Symbol(each, real=True) for each in _LETTERS)
 

@@ -357,7 +357,8 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "of_their_logits": "log-sum-exp" if softmax else "mean logit",
         "statistic_of_positives": _STATISTICS_OF_POSITIVES.get(derivation.form.statistics[-1].kind, ""),
         "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
-        "times_multiple": f"\nMULTIPLE = {float(derivation.form.multiple)}  # of the logits in r2" * derivation.form.second,
+        "times_multiple": f"\nMULTIPLE = {float(derivation.form.multiple)}  # of the logits in r2"
+        * derivation.form.second,
         "second_softmax": "\n#     + second_weight of i * exp(MULTIPLE * x_ij - r2_i)" * derivation.form.second,
         "about_second": "\n    second_weight   the derivative by r2, log-sum-exp of MULTIPLE * x, times MULTIPLE"
         * derivation.form.second,

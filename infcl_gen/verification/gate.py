@@ -460,7 +460,9 @@ def _of_combined(
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
     second, dsecond = (each[6] if traits.second else torch.zeros_like(weight) for each in (of.values, of.errors))
-    cancels = torch.finfo(torch.float64).eps * (weight.abs() + second.abs() + slope.abs())  # in the oracle, where autograd adds terms
+    cancels = torch.finfo(torch.float64).eps * (
+        weight.abs() + second.abs() + slope.abs()
+    )  # in the oracle, where autograd adds terms
     dweight, dslope = dweight + cancels, dslope + cancels
     smooth = weight[:, None] * of.probability
     dg = weight.abs()[:, None] * of.dprobability + dweight[:, None] * of.probability

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from infcl_gen.emission import build
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.kernels import FAMILIES
 
+LOSSES = Path(__file__).parent.parent / "kernels" / "losses.py"
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 H200 = {"loss": "clip", "batch_size": 8192, "dim": 768, "device_profile": "h200"}
 PROBLEMS = {
@@ -19,6 +21,8 @@ PROBLEMS = {
     "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
     "triangle": {"loss": "ntxent"},
     "combined triangle": {"loss": "dcl"},
+    "two sums": {"loss": f"{LOSSES}:hard_keys"},
+    "two sums of a triangle": {"loss": "hard_negative"},
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},

@@ -19,6 +19,8 @@ HOLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 TAG = re.compile(r"\{%(.*?)%\}", re.DOTALL)
 WIDTH = 120
 
+LOSSES = Path(__file__).parent.parent / "kernels" / "losses.py"
+WEIGHED = f"{LOSSES}:weighed_of_rows"
 H200 = {"loss": "clip", "batch_size": 10007, "dim": 200, "device_profile": "h200"}
 PROBLEMS: dict[str, dict[str, Any]] = {
     **GOLDEN,
@@ -41,6 +43,10 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "combined triangle, split": {**H200, "loss": "dcl", "dtype": "fp32"},
     "combined triangle, exact": {**H200, "loss": "dcl", "dtype": "fp32", "precision": "exact"},
     "combined triangle on cpu": {**H200, "loss": "dcl", "device_profile": "cpu"},
+    "two sums of a triangle": {**H200, "loss": WEIGHED},
+    "two sums of a triangle, exact": {**H200, "loss": WEIGHED, "dtype": "fp32", "precision": "exact"},
+    "two sums on cpu": {**H200, "loss": f"{LOSSES}:squared_weights", "device_profile": "cpu"},
+    "two sums of a triangle on cpu": {**H200, "loss": WEIGHED, "device_profile": "cpu"},
     "several": {**H200, "loss": "infonce_out"},
     "several of a triangle": {**H200, "loss": "supcon_in"},
     "several of a triangle, exact": {**H200, "loss": "supcon_out", "dtype": "fp32", "precision": "exact"},

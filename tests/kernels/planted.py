@@ -58,6 +58,8 @@ POINTERS = Made("panel", settings=(("descriptors", "off"),))
 TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=384)
 DECOUPLED_ROWS, ROOTS_OF_ROWS = Made("panel", "dcl"), Made("panel", "rince_of_rows")
 MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
+TWO_SUMS, TWO_SUMS_OF_ROWS = Made("panel", "hard_keys"), Made("panel", "hard_negative")
+TWO_SUMS_OF_A_RING = Made("panel", "hard_negative", devices=4, settings=(("transport", "ring"),))
 MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
@@ -976,6 +978,74 @@ BUGS: dict[str, Bug] = {
         checks.numerics,
         (case(scale=1.0, features="unnormalised", rows=128),),
         "dq",
+    ),
+    # ---- two sums of each query
+    "second sums that are too small are not computed again": Bug(
+        TWO_SUMS, (NEVER_FLAGGED,), checks.numerics, (case(1000.0, "unnormalised"),)
+    ),
+    "second sums have the reference of the first": Bug(
+        TWO_SUMS,
+        (("kernels.py", "tl.floor((shared + HEADROOM) * MULTIPLE) - HEADROOM", "shared"), NEVER_FLAGGED),
+        checks.numerics,
+        (case(100.0, "negative"),),
+    ),
+    "second sums of columns of a wide range are lost": Bug(
+        TWO_SUMS_OF_ROWS,
+        (
+            (
+                "kernels.py",
+                "top = tl.maximum(second_column_reference, top)",
+                "top = second_column_reference * 0.0 + top",
+            ),
+        ),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+    ),
+    "second sums of nothing below the diagonal have a reference": Bug(
+        dataclasses.replace(TWO_SUMS_OF_ROWS, dim=64, small=False),
+        (
+            (
+                "kernels.py",
+                "tl.store(row_second_exponent + key_block * rows_stride + rows, nothing + LOWEST",
+                "tl.store(row_second_exponent + key_block * rows_stride + rows, nothing + 200.0",
+            ),
+        ),
+        checks.selftest,
+    ),
+    "the second sums of earlier panels are forgotten": Bug(
+        TWO_SUMS,
+        (("schedule.py", "part.second, fresh)", "part.second, fresh_queries)"),),
+        checks.numerics,
+        (Case(129, 300, 0, scale=14.3, seed=0),),
+        "loss",
+    ),
+    "the second share of columns is that of rows": Bug(
+        TWO_SUMS_OF_ROWS,
+        (("kernels.py", "tl.load(key_second_mantissa + visiting_keys)", "tl.load(second_mantissa + visiting_keys)"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "the positive of another row lacks its second share": Bug(
+        TWO_SUMS_OF_ROWS,
+        (("kernels.py", "key_second_mantissa, slope * MULTIPLE)", "key_second_mantissa, slope * MULTIPLE) * 0.0"),),
+        checks.numerics,
+        (case(features="matched"),),
+        "dq",
+    ),
+    "a second sum is not divided by its weight": Bug(
+        TWO_SUMS_OF_ROWS,
+        (("kernels.py", "sum_of_second / second_weight", "sum_of_second / weight"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "second sums of another rank's rows are the own": Bug(
+        TWO_SUMS_OF_A_RING,
+        (("_runtime/package.py", "view(self.key_positive[-2:])", "view(self.key_positive[-4:-2])"),),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
     ),
     "columns have no weights": Bug(
         ROOTS_OF_ROWS,

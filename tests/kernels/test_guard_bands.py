@@ -25,6 +25,9 @@ PACKAGES = {
     "triangle, fp32": Made("panel", "ntxent", "fp32", dim=8),
     "combined triangle": Made("panel", "margin_of_rows"),
     "combined triangle, fp32": Made("panel", "dcl", "fp32", dim=8),
+    "two sums of a triangle": Made("panel", "hard_negative"),
+    "two sums, pointers": Made("panel", "hard_keys", settings=(("descriptors", "off"),)),
+    "two sums, fp32": Made("panel", "squared_weights", "fp32", dim=8),
     "several of a triangle": Made("panel", "supcon_in"),
     "several of a triangle, fp32": Made("panel", "supcon_out", "fp32", dim=8),
     "several, pointers": Made("panel", "infonce_in", "fp16", settings=(("descriptors", "off"),)),
@@ -51,7 +54,11 @@ def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["panel", "fused", "stash", "triangle", "combined triangle", "several of a triangle", "several, pointers"]
+    "name",
+    [
+        *("panel", "fused", "stash", "triangle", "combined triangle", "several of a triangle", "several, pointers"),
+        *("two sums of a triangle", "two sums, pointers"),
+    ],
 )
 def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> None:
     """At this scale rows differ by more than a tile's one exponential can hold."""
@@ -59,5 +66,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 
 def test_the_cpu_target() -> None:
-    for loss in ("clip", "infonce", "siglip", "ntxent", "dcl", "supcon_in", "infonce_out"):
+    for loss in ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in range(1, 131, 3)])

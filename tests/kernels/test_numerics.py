@@ -18,7 +18,9 @@ from tests.kernels.tiers import INTERPRETED_DIMS, examples
 from tests.kernels.worker import Interpreter
 
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
-OVERFLOWING = ("rince", "hard", "debiased", "rince_of_rows", "smooth_rince")  # in fp16
+OVERFLOWING = (  # in fp16
+    "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
+)  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
 
@@ -53,6 +55,7 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard")),
         *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows")),
+        *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "squared_weights")),
         *(("panel", loss) for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in")),
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
@@ -144,6 +147,7 @@ RANKS = [
     ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
     ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
+    ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
@@ -200,7 +204,7 @@ SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
-    ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"),
+    ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),

@@ -145,7 +145,7 @@ DERIVABLE = {
     "means_that_do_not_balance": spec(
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 2 * mean_of_keys(X) / 3)
     ),
-    **OF_MULTIPLES,
+    "hard_keys": OF_MULTIPLES["hard_keys"],
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }
 

@@ -415,7 +415,17 @@ REFUSED = {
         "diagonal",
     ),
     "a positive by its id": spec(sum_over_pairs(softplus(X) * (1 - same_id)) / queries, "diagonal"),
-    "two logits": spec(mean_over_queries(logsumexp_over_keys(X) + logsumexp_over_keys(2 * X) - positive(X))),
+    "two logits": spec(mean_over_queries(logsumexp_over_keys(X) + logsumexp_over_keys(2 * z) - positive(X))),
+    "a logit and its negative": spec(mean_over_queries(logsumexp_over_keys(X) + logsumexp_over_keys(-X) - positive(X))),
+    "two logits of keys": spec(mean_over_keys(logsumexp_over_queries(X) + logsumexp_over_queries(2 * X)), "diagonal"),
+    "two logits of both sides": spec(CLIP.formula + mean_over_queries(logsumexp_over_keys(2 * X)), "diagonal"),
+    "two logits, and one in another mean": spec(
+        mean_over_queries(logsumexp_over_keys(X)) + mean_over_keys(logsumexp_over_keys(2 * X)), "diagonal"
+    ),
+    "three logits": spec(mean_over_queries(sum(logsumexp_over_keys(c * X) for c in (1, 2, 3)) - positive(X))),
+    "multiples of many positives": spec(
+        mean_over_queries(logsumexp_over_keys(2 * X) - logsumexp_over_keys(X, where=is_positive)), "id"
+    ),
     "weight outside": spec(scale * INFONCE_OF(X)),
     "a sum inside a positive": spec(mean_over_queries(logsumexp_over_keys(X) - positive(logsumexp_over_keys(X)))),
     "no logsumexp": spec(mean_over_queries(positive(X))),

@@ -33,6 +33,16 @@ EXPECTED = {
     "debiased": Traits(
         key_statistics=NONE, positives="label", combined=True, held=24, classes=("positive",), domain="triangle"
     ),
+    "hard_negative": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_multiple"),
+        key_statistics=NONE,
+        positives="label",
+        combined=True,
+        held=32,
+        classes=("positive",),
+        strips=2,
+        domain="triangle",
+    ),
     "supcon_out": Traits(
         query_statistics=("logsumexp", "mean_over_positives"),
         key_statistics=NONE,

@@ -53,6 +53,7 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "ntxent"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dcl"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
+        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "rince"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "supcon_in"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "supcon_out"},
@@ -72,7 +73,7 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     q = torch.randn(rows, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "query")
     k: Any = torch.randn(keys, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "key")
     loss = flags.get("loss", "clip")
-    if loss in ("ntxent", "dcl", "debiased", "supcon_in", "supcon_out"):
+    if loss in ("ntxent", "dcl", "debiased", "hard_negative", "supcon_in", "supcon_out"):
         k = None
     ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out")) else {}
     if ids and k is not None:

@@ -42,7 +42,8 @@ def dense_loss(
     view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
-    logit. Losses of one side follow in
+    logit. "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
+    the fourth root of the sum of e^(x/2) over that of e^x). Losses of one side follow in
     `_dense_of_rows`, those with any number of positives in `_dense_of_ids`. "tempered_" before a name: the
     similarities of each query, and of each key, are multiplied by numbers of their own.
     """
@@ -82,6 +83,13 @@ def dense_loss(
         negatives = logits.exp().scatter(1, own[:, None], 0.0).sum(1)
         rest = torch.maximum((negatives - tau * count * p.exp()) / (1 - tau), count * torch.exp(-scale))
         return -torch.log(p.exp() / (p.exp() + rest)).mean()
+    if name == "hard_keys":
+        negatives = logits.scatter(1, own[:, None], -torch.inf)
+        return torch.logaddexp((2.5 * negatives).logsumexp(1) - negatives.logsumexp(1) - p, 0.0 * p).mean()
+    if name == "squared_weights":
+        ratio = (logits / 2).logsumexp(1) - logits.logsumexp(1)
+        assert query_weight is not None
+        return (query_weight.to(q) * (logits.logsumexp(1) - p) + torch.log1p((ratio / 4).exp())).mean()
     if name in ("rince", "smooth_rince"):
         rince = (-(p.exp() ** 0.5) / 0.5 + (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5).mean()
         return rince - logits.mean() / 5 if name == "smooth_rince" else rince
@@ -144,6 +152,8 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
         of_all = (others / 3).exp().sum(1).sqrt() / 2
         return (others.logsumexp(1) + of_all - 3 * p).mean()
     if name == "hard_negative":
+        if count == 2:  # there are no negatives
+            return 0.0 * x.sum()
         n, tau_plus = count - 2, 0.1
         neg, pos = negatives - bias, p - bias
         # imp is e^x over that of the row's largest negative, which leaves imp * neg / imp.mean() as it is

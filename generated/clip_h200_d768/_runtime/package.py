@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .launch import panel, panel_columns
-from .statistics import Statistics
+from .statistics import Statistics, view
 from .table import Table
 from .traits import Traits
 
@@ -182,7 +182,8 @@ class Block(NamedTuple):
                         positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; of a triangle z of
                         the positive; a last one, of g by z, where the logit is not affine. With `Traits.several`: sum
                         of positives' logits, number of positives; of a log-sum-exp mantissa, number, and last exponent.
-                        After `combine` first g of each positive, or that mantissa over the slope; the exponent stays
+                        After `combine` first g of each positive, or that mantissa over the slope; the exponent stays.
+                        With `Traits.second` the last two are the second log-sum-exp of each query
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
                         loss has none
@@ -219,6 +220,17 @@ class Block(NamedTuple):
     def diagonal(self) -> bool:
         """Whether a panel of a triangle has pairs of a row and itself: its queries are then its keys."""
         return self.own and self.first_query == self.first_key
+
+    @property
+    def second(self) -> Statistics:
+        """The second log-sum-exp of each query, of a loss that has one; `combine` divides it as it does `queries`."""
+        return view(self.positive[-2:])
+
+    @property
+    def key_second(self) -> Statistics:
+        """The same of a triangle's rows that stand as keys."""
+        assert self.key_positive is not None
+        return view(self.key_positive[-2:])
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
         """Up to `rows` queries from `row0` on, and up to `keys` keys from `key0` on; itself if these are all."""

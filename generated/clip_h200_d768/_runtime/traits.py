@@ -18,9 +18,10 @@ Domain = Literal["rectangle", "triangle"]
 class Traits:
     """The traits of a loss; the default is that of CLIP.
 
-    query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp", and of its
-                      positives alone, of which there may be any number, "mean_over_positives" or
-                      "logsumexp_over_positives"; with one of these they are counted, and a query without adds nothing
+    query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"; beside it
+                      "logsumexp_of_multiple", where the logits are multiplied by a constant; or of its positives alone,
+                      of which there may be any number, "mean_over_positives" or "logsumexp_over_positives"; with one
+                      of these they are counted, and a query without adds nothing
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
@@ -106,6 +107,16 @@ class Traits:
     @property
     def several(self) -> bool:
         """Whether a query's term has a statistic of its positives, of which there may be any number."""
+        return any(kind.endswith("_over_positives") for kind in self.query_statistics)
+
+    @property
+    def second(self) -> bool:
+        """Whether a query's term has a second log-sum-exp, over the same pairs, of a multiple of their logits."""
+        return "logsumexp_of_multiple" in self.query_statistics
+
+    @property
+    def two_statistics(self) -> bool:
+        """Whether tiles are reduced twice: for a query's log-sum-exp, and for a statistic beside it."""
         return len(self.query_statistics) > 1
 
     @property
