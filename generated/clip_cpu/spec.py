@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "dc988758ff96924c9222fdc54d37c3e2553964555c7466b5fe7dbf6345ed6b22",
+    "digest": "96c194c0b7abbe1ab06cb8e2b7a3f07fec0d0bec0f44766840f98320aed32992",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

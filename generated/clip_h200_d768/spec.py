@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "903a855e602f43e2bfda66bbbe1fba15799d5d0b565aa64fa9da539eac7aa7fa",
+    "digest": "e49452a50b004c502ce4b7c4fd3f03a0322c7bf4d4be7cbb5d065b91ab12ee92",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
