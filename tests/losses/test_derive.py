@@ -353,7 +353,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "temperatures of one side": (
         spec(INFONCE_OF(query_scale * NT_XENT)),
-        r"query_scale in a loss over .* has no kernel yet: give both sides",
+        "a factor of similarities in a loss over .* has no kernel yet: give both sides",
     ),
     "temperatures of negatives": (
         spec(mean_over_queries(logsumexp_over_negatives(key_scale * z) + logsumexp_over_keys(key_scale * z))),
