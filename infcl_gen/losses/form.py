@@ -332,10 +332,14 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
 
 def _ratio(expression: Expr, logit: Expr) -> Expr:
     """The positive number by which a logit is multiplied to be the expression; 0 if there is none."""
-    of_logit, parts = (sympy.expand(each).as_coefficients_dict() for each in (logit, expression))
+    # 0.7 is 7/3 of 0.3, and not as floating-point numbers.
+    of_logit, parts = (
+        sympy.expand(sympy.nsimplify(each, rational=True)).as_coefficients_dict() for each in (logit, expression)
+    )
     first = min(of_logit, key=sympy.default_sort_key)
-    times = sympy.nsimplify(parts[first] / of_logit[first], rational=True)
-    return times if times > 0 and sympy.nsimplify(sympy.expand(expression - times * logit), rational=True) == 0 else 0
+    times = parts[first] / of_logit[first]
+    same = parts.keys() == of_logit.keys() and all(parts[each] == times * of_logit[each] for each in of_logit)
+    return times if same and times > 0 else Integer(0)
 
 
 def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:

@@ -146,6 +146,9 @@ DERIVABLE = {
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 2 * mean_of_keys(X) / 3)
     ),
     "hard_keys": OF_MULTIPLES["hard_keys"],
+    "multiples_as_floats": spec(
+        mean_over_queries(logsumexp_over_keys(0.7 * X) - logsumexp_over_keys(0.3 * X) - positive(X) / 5)
+    ),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }
 
