@@ -51,6 +51,26 @@ def conversions() -> None:
     assert (convert((whole + 3).view(np.float32), tl.float32, tl.bfloat16, None) == halves).all()
 
 
+def recordings() -> None:
+    """What is recorded of other tensors is right for one that comes twice, and what numbers decide is not recorded."""
+    import triton.language as tl
+    from triton.runtime.interpreter import _implicit_cvt
+
+    from tests.kernels.interpreter import SEMANTIC, Everything, patch_language
+
+    patch_language(Everything)
+    three, five = SEMANTIC.to_tensor(3), SEMANTIC.to_tensor(5)
+    for _ in range(2):
+        assert [int(x) for x in (three * three, three * five, five - three, three - three)] == [9, 15, 2, 0]
+    row, column = tl.arange(0, 4)[None, :], tl.arange(0, 2)[:, None]
+    for scale in (three, five):
+        assert ((row * scale + column).handle.data == np.arange(4) * int(scale) + np.arange(2)[:, None]).all()
+    memory, nowhere = torch.ones(1), SEMANTIC.to_tensor(1) > 2
+    for other in (0.0, 7.0, 0.0):
+        instead = SEMANTIC.to_tensor(other)
+        assert float(tl.load(_implicit_cvt(memory), mask=nowhere, other=instead).handle.data[0]) == other
+
+
 @pytest.mark.parametrize("made", MADE, ids=lambda made: f"{made.strategy}-{made.loss}-{made.dtype}")
 def test_results_are_those_of_triton_s_own(interpreted: Interpreter, made: Made) -> None:
     interpreted(same_bits, made)
@@ -63,3 +83,7 @@ def test_nan_and_infinity_are_those_of_triton_s_own(interpreted: Interpreter, pl
 
 def test_every_bf16_number_is_converted(interpreted: Interpreter) -> None:
     interpreted(conversions)
+
+
+def test_a_recording_is_of_types_alone(interpreted: Interpreter) -> None:
+    interpreted(recordings)
