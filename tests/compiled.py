@@ -3,7 +3,7 @@
 The same compiler makes the same binary of the same source, so what was read off one is kept: in the build folder, and
 in `compiled.json` beside this file. The nightly tier compiles everything, and fails where `compiled.json` says
 otherwise. After kernels, this project's checks of binaries or triton have changed, CI compiles what it does not know;
-`rm -r build/compiled/resources`, `pytest tests/test_aot.py` and `python -m tests.compiled` write it anew.
+`rm -r build/compiled/used`, `pytest tests/test_aot.py` and `python -m tests.compiled` write what that run has used.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from infcl_gen.processes import Seat, run_ranks
 from tests.kernels.tiers import LONG
 
 KNOWN = Path(__file__).with_suffix(".json")
+RESOURCES, USED = "resources", "used"  # folders beside Triton's: what was compiled here, and what tests have asked for
 NUMBERS = ("shared_bytes", "registers", "spill_bytes")
 
 
@@ -59,14 +60,17 @@ def _remembered(read: Any, build: Any, kernel: str, target: str, compiled: Any, 
     seen += [Path(str(module.__file__)).read_bytes() for module in (aot, races, registers)]
     name = hashlib.sha256(b"|".join(seen)).hexdigest()[:32]
     known = _known().get(name)
+    file, used = (Path(os.environ["TRITON_CACHE_DIR"]).with_name(each) / f"{name}.json" for each in (RESOURCES, USED))
+    used.parent.mkdir(parents=True, exist_ok=True)
     if known is not None and not LONG:
+        write_file(used, json.dumps(known).encode())
         return _resources_of(kernel, target, known)
-    file = _folder() / f"{name}.json"
     if not file.exists():
         found = read(kernel, target, build(source, **how), warps)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps([*(getattr(found, each) for each in NUMBERS), *found.faults]).encode())
     kept = json.loads(file.read_text())
+    write_file(used, json.dumps(kept).encode())
     assert known in (None, kept), f"{kernel} for {target}: {KNOWN.name} says {known}, compiled it takes {kept}"
     return _resources_of(kernel, target, kept)
 
@@ -82,11 +86,7 @@ def _known() -> dict[str, list[Any]]:
     return dict(json.loads(KNOWN.read_text()))
 
 
-def _folder() -> Path:
-    return Path(os.environ["TRITON_CACHE_DIR"]).with_name("resources")
-
-
 if __name__ == "__main__":
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(Path("build/compiled/resources").iterdir())}
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(Path("build/compiled", USED).iterdir())}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept)}" for name, kept in found.items())
     write_file(KNOWN, f"{{\n{lines}\n}}\n".encode())
