@@ -127,7 +127,7 @@ def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[tuple[st
 
 def _flat(value: Any) -> str:
     if isinstance(value, str):
-        plain = re.fullmatch(r'[^"\\]*', value) and value.isascii() and value.isprintable()
+        plain = '"' not in value and "\\" not in value and value.isascii() and value.isprintable()
         return f'"{value}"' if plain else ascii(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{value!r} has no literal")

@@ -7,10 +7,14 @@ that a hundred rows make several of each, with ragged last ones: for the interpr
 
 from __future__ import annotations
 
+import _imp
 import dataclasses
 import functools
 import hashlib
+import marshal
 import shutil
+import unittest.mock
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +24,8 @@ from infcl_gen.emission import import_package
 from infcl_gen.files import lock
 from infcl_gen.kernels.choice import padded_dim
 from infcl_gen.losses import BUILTIN_LOSSES
+from tests.kernels import losses
 
-OWN = Path(__file__).resolve().parent / "losses.py"
 FUSED_DIMS = (1, 3, 16, 64, 96, 100)
 
 
@@ -80,7 +84,7 @@ def _make(made: Made, target: Path) -> None:
     cpu = made.strategy == "torch"
     infcl_gen.generate(
         output=target,
-        loss=made.loss if made.loss in BUILTIN_LOSSES else f"{OWN}:{made.loss}",
+        loss=made.loss if made.loss in BUILTIN_LOSSES else getattr(losses, made.loss),
         batch_size=made.rows,
         dim=made.dim,
         dtype=made.dtype,
@@ -93,10 +97,27 @@ def _make(made: Made, target: Path) -> None:
     )
 
 
+compile_source = SourceFileLoader.source_to_code
+runtimes: dict[bytes, bytes] = {}
+
+
+def source_to_code(self: Any, data: bytes, path: str, **options: Any) -> Any:
+    """All packages have the same runtime, which each process compiles once."""
+    if Path(path).parent.name != "_runtime":
+        return compile_source(self, data, path, **options)
+    if data not in runtimes:
+        runtimes[data] = marshal.dumps(compile_source(self, data, path, **options))
+    code = marshal.loads(runtimes[data])
+    _imp._fix_co_filename(code, path)  # as is done with what __pycache__ holds
+    return code
+
+
 @functools.cache
 def module(made: Made) -> ModuleType:
     """The package, imported."""
-    loaded = import_package(generated(made), made.name)
+    folder = generated(made)
+    with unittest.mock.patch.object(SourceFileLoader, "source_to_code", source_to_code):
+        loaded = import_package(folder, made.name)
     if made.small:
         schedule: Any = loaded._schedule
         # Of panels that are not square some have positives of a part of their rows.
