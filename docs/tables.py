@@ -73,6 +73,7 @@ POSITIVES = {
     "diagonal": "key i of query i",
     "label": "one key of a query, which `labels` names; without labels key i of query i",
     "id": "all keys of a query's id",
+    "none": "none",
 }
 OF_ROWS = "one other row, which `labels` names; without labels row i + M/2 of row i"
 OTHER_ROWS = "all other rows of a row's id"
@@ -194,6 +195,7 @@ def section(spec: LossSpec) -> str:
         "logsumexp": "log-sum-exp of each {}",
         "logsumexp_of_multiple": "log-sum-exp of a multiple of each {}'s logits",
         "mean_over_positives": "mean logit of each {}'s positives, and their number",
+        "mean_by_guide": "mean logit of each {} by its guide's softmax, and the sum of that",
         "logsumexp_over_positives": "log-sum-exp of each {}'s positives, and their number",
     }
     reduced = [
@@ -210,6 +212,7 @@ def section(spec: LossSpec) -> str:
         ("positives", of_rows if traits.triangle else POSITIVES[traits.positives]),
         ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
         ("ids", ids if traits.ids else "none"),
+        *[("guide", "`guide_queries`, `guide_keys`")] * traits.guide,
         *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
         *[("factors of similarities", ", ".join(f"`{name}`" for name in traits.scaled))] * bool(traits.scaled),
         ("statistics", ", ".join(reduced) or "none"),

@@ -82,7 +82,8 @@ _disabled: Callable[..., Tensor] | None = None
 class ContrastiveLoss(api.ContrastiveLoss):
     """The loss of a global batch as a module, for features of any size:
     `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None,
-    query_ids=None, key_ids=None, query_weight=None, negatives=None, query_scale=None, key_scale=None)`.
+    query_ids=None, key_ids=None, query_weight=None, negatives=None, query_scale=None, key_scale=None,
+    guide_queries=None, guide_keys=None)`.
 
     loss           a built-in loss, FILE.py:NAME as text or path, or a LossSpec, which is pickled as its formula
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
@@ -171,6 +172,8 @@ def contrastive_loss(
     negatives: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
+    guide_queries: Tensor | None = None,
+    guide_keys: Tensor | None = None,
     group: Any = None,
     grad_sync: str = "mean",
     reduction: str = "mean",
@@ -191,6 +194,8 @@ def contrastive_loss(
     query_weight   (M,) of a loss with weights of queries, and negatives (M, H, D), keys that one query sees alone, of a
                    loss with them; floating-point, on the device of q, with exact gradients
     query_scale    (M,) and key_scale (N,) of a loss with scales of single queries or keys, 1 / temperature; the same
+    guide_queries  (M, D) and guide_keys (N, D) of a loss with a guide, of the dtype that the loss computes in, on the
+                   device of q, without gradients
     group          a ProcessGroup, a 1-D DeviceMesh, "local" (this device alone), or None: the default group, if any
     grad_sync      "mean": gradients are right after averaging over ranks (DDP, FSDP2); "sum": after adding them up
     reduction      "mean", or "sum": M times as much
@@ -203,7 +208,8 @@ def contrastive_loss(
     """
     options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, negatives, query_scale, key_scale
-    return _run(_text(loss), memory_budget, q, k, scale, bias, own, labels, query_ids, key_ids, options)
+    of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
+    return _run(_text(loss), memory_budget, q, k, scale, bias, own, *of_pairs, options)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:

@@ -101,7 +101,15 @@ def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "dim"),
-    [("supcon_out", 96), ("supcon_in", 40), ("supcon_in", 768), ("infonce_out", 768), ("infonce_in", 96)],
+    [
+        ("supcon_out", 96),
+        ("supcon_in", 40),
+        ("supcon_in", 768),
+        ("infonce_out", 768),
+        ("infonce_in", 96),
+        ("distill", 96),
+        ("distill", 768),
+    ],
 )
 def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
@@ -109,7 +117,7 @@ def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path)
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("loss", ["supcon_in", "infonce_out"])
+@pytest.mark.parametrize("loss", ["supcon_in", "infonce_out", "distill"])
 def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
     how = {"dtype": "fp32", "precision": "exact", "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=96, **how)

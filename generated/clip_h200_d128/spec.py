@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "7a6e91a69253166b573510428f950e05423c73ce6bae52b35c956afb87a0a956",
+    "digest": "0dc368d3f8c9c51a96accfd7cdbecdafbb939cb4c3c0e13483949e7c4c45f621",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

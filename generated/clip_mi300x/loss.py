@@ -78,6 +78,7 @@ def reference(
     labels: Tensor | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, negatives: Tensor | None = None,
     query_scale: Tensor | None = None, key_scale: Tensor | None = None,
+    guide_queries: Tensor | None = None, guide_keys: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
@@ -90,6 +91,7 @@ def reference(
     negatives           must be None.
     query_scale         must be None.
     key_scale           must be None.
+    guide_queries, guide_keys  must be None.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
     Takes the memory of (M, N) logits. Raises ValueError where shapes do not fit.
@@ -114,6 +116,8 @@ def reference(
         raise ValueError("this loss takes no query_scale")
     if key_scale is not None:
         raise ValueError("this loss takes no key_scale")
+    if guide_queries is not None or guide_keys is not None:
+        raise ValueError("this loss takes no guide_queries and guide_keys")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
     if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):

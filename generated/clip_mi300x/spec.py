@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "27a5f799d6dff8cb3d4dd8c06467b45ddbcb6c3747f7b88d67e8341de40bf2ac",
+    "digest": "b1ce88873fd2ed3ef907f4b7c36e4203d4acf776c7708c6ed0dfd493ff7c5927",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

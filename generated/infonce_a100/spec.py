@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "a92d4a03f0af428ec81d693db5900f3cc56bf2e7477a6ef2faed211f7b0686c7",
+    "digest": "9dbc64948892eb084c493c171a709865a7028e63da1025cc6f5921a16ca20493",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

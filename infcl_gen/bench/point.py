@@ -193,14 +193,18 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
     elif k is not None and module.SPEC["positives"] == "label" and len(q) > len(k):
         labels = torch.arange(len(q), device=q.device) % len(k)
     traits = module.SPEC["loss"]["traits"]
-    own = own_keywords(traits["classes"], (*traits["vectors"], *traits["scaled"]), q, k)
+    own = own_keywords(traits, q, k, dtype=autocast)
     return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **own), q, k, scale, autocast)
 
 
-def own_keywords(classes: Sequence[str], own: Sequence[str], q: Any, k: Any, first: int = 0) -> dict[str, Any]:
+def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
     """What a loss of these `Traits` takes besides features: ids, weights of queries, one negative of each, the key
-    behind its own, and scales of queries and keys. `first`: of this rank's rows."""
-    found = own_ids(q, k, first) if "same_id" in classes else {}
+    behind its own, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's rows."""
+    own = (*traits["vectors"], *traits["scaled"])
+    found = own_ids(q, k, first) if "same_id" in traits["classes"] else {}
+    if traits["positives"] == "none":
+        guides = zip(("guide_queries", "guide_keys"), (q, k), strict=True)
+        found |= {name: x.detach().flip(1).to(dtype or x.dtype) for name, x in guides}
     behind = torch.arange(1, len(q) + 1, device=q.device)
     if "query_weight" in own:
         found["query_weight"] = behind / len(q)

@@ -63,6 +63,9 @@ _LEGENDS_OF_POSITIVES = (
     "p_i                 mean of y over the n_i positives of row i, which are of its id",
     "p_i                 log-sum-exp over the positives of row i, which are of its id, as r_i; n_i is their number",
 )
+_LEGEND_OF_GUIDE = """\
+guide               y_ij log2(e), y_ij = u_i . v_j, of the features u (M, D) and v (N, D) of the guide
+p_i                 mean of z over row i by the softmax of its guide, times the slope of the logit"""
 _BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float("-inf"), 0.0)'
 _BELOW_OF_SIDES = f"""{_BELOW}
 of_rows = tl.where(out_of_rows, float("-inf"), below)
@@ -114,6 +117,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
         "formula_of_g": "share_i 2^(y - r_i)"
+        + " + b_i 2^(guide - its log-sum-exp)" * plan.traits.guide
         + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
         + ", and the same of MULTIPLE y" * plan.traits.second,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
@@ -164,6 +168,10 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "kept_parts": parts if keeps_keys else [],  # where the forward keeps its keys
         "whole": parts_of([blocks["fused"].depth]) if is_fused else [],
         "sides": _sides(plan.labels),
+        # Two products in its body are pipelined one after the other.
+        "blocks_of_strip": f"{'' if plan.traits.guide else 'tl.'}range(first_block, stop_block"
+        + ", flatten=True)" * (not plan.traits.guide)
+        + ")" * plan.traits.guide,
         "each_tile": "each_tile_of_kept_keys" if keeps_keys else "each_tile",
         "kept_tile": "kept_tile_by_descriptor" if plan.descriptors else "kept_tile",
         "stored_tile_of_g": "g_as_halves" if plan.split else "g_as_one",
@@ -195,7 +203,11 @@ def _header_context(plan: Plan) -> dict[str, Any]:
         "range": f"range_{kind}",
         "helpers": "helpers_of_sums",
         "lowest": _LOWEST if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
-        "legend_of_positives": _LEGENDS_OF_POSITIVES[traits.softmax_of_positives] if traits.several else ABSENT,
+        "legend_of_positives": _LEGEND_OF_GUIDE
+        if traits.guide
+        else _LEGENDS_OF_POSITIVES[traits.softmax_of_positives]
+        if traits.several
+        else ABSENT,
         "legend_of_second": "r2_i                log-sum-exp of MULTIPLE * x over row i, likewise"
         if traits.second
         else ABSENT,
@@ -365,7 +377,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 def _several_context(plan: Plan) -> dict[str, Any]:
     """What the kernels of a loss with a statistic of any number of positives read."""
     several, softmax, triangle, both = (
-        plan.traits.several, plan.traits.softmax_of_positives, plan.traits.triangle, plan.both_axes,
+        plan.traits.several and not plan.traits.guide, plan.traits.softmax_of_positives, plan.traits.triangle,
+        plan.both_axes,
     )  # fmt: skip
     means = {
         "key_shares_of_positives": "of_keys = tl.load(key_sum_of_positives + visiting_keys)",
@@ -411,7 +424,10 @@ def _several_context(plan: Plan) -> dict[str, Any]:
     texts = {name: text if used else ABSENT for group, used in wanted for name, text in group.items()}
     return texts | {
         "several": several,
-        "about_g_of_positives": _ABOUT_G_OF_POSITIVES[several + (several and not triangle)],
+        "guided": plan.traits.guide,
+        "about_g_of_positives": _ABOUT_G_BY_GUIDE
+        if plan.traits.guide
+        else _ABOUT_G_OF_POSITIVES[several + (several and not triangle)],
         "absent": ABSENT,
         "noted_positives": plan.traits.placed and not triangle,
         "without_ids": plan.traits.ids and not several,
@@ -479,6 +495,7 @@ _ABOUT_G_OF_POSITIVES = (
     "Positives are told by their ids,\n    and a row and itself has no g.",
     "Positives are told by their ids.\n   ",
 )
+_ABOUT_G_BY_GUIDE = "The guide's similarities are\n    computed again, too."
 _SHARES_OF_KEYS = """\
 positives_e = tl.load(key_exponent_of_positives + visiting_keys)
 positives_b = KEY_SHARE / tl.load(key_sum_of_positives + visiting_keys)"""
@@ -499,7 +516,7 @@ of_positives = tl.where(found, of_positives / positive_slope, float("inf"))  # o
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
-    at_once = plan.traits.at_once
+    at_once, placed = plan.traits.at_once, not plan.traits.guide
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     found: list[tuple[str, float, str, bool]] = [
@@ -512,7 +529,7 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
         ("MULTIPLE", float(derivation.form.multiple), "of the logits in the second log-sum-exps", plan.traits.second),
-        ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0),
+        ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0 and placed),
     ]  # fmt: skip
     for kernel, block in blocks.items():
         for field in ("rows", "keys", "depth"):

@@ -23,6 +23,8 @@ _ALL = {
     "exponent_of_positives": "block.positive[4]",
     "key_sum_of_positives": "block.key_positive[0]", "key_exponent_of_positives": "block.key_positive[4]",
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
+    "guide_queries": "block.guide_queries", "guide_keys": "block.guide_keys",
+    "guide_sum": "block.positive[0]", "guided": "block.positive[1]", "guide_exponent": "block.positive[4]",
     "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
@@ -30,6 +32,8 @@ _ALL = {
 }  # fmt: skip
 _ALL |= {f"{x}_{way}_stride": f"{x}.stride({axis})" for x in "qkx" for axis, way in enumerate(("row", "depth"))}
 _ALL |= {f"{side}second_{x}": f"block.{side}second.{x}" for side in ("", "key_") for x in ("exponent", "mantissa")}
+for side, of in (("q", "queries"), ("k", "keys")):
+    _ALL |= {f"guide_{side}_{way}_stride": f"block.guide_{of}.stride({i})" for i, way in enumerate(("row", "depth"))}
 for one, many in (("query", "queries"), ("key", "keys")):
     _ALL |= {f"{one}_{x}": f"block.{many}.{x}" for x in ("exponent", "mantissa", "ratio", "reference", "lowest")}
 _ALL |= {f"positive_{x}": f"positive[{i}]" for i, x in enumerate(("z", "row_reference", "key_reference"))}
@@ -45,6 +49,8 @@ _PARTS |= {
     f"{side}_second_{x}": f"scratch.{side}_second[{i}]"
     for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
 }  # fmt: skip
+_BY_GUIDE = ("guided", "guide_sum", "guide_exponent")  # in their places
+_PARTS |= {f"row_{x}": f"scratch.row_positives[{i}]" for i, x in enumerate(_BY_GUIDE)}
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
 _COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "scale_parts", "bias_parts", "query_terms"))}
@@ -75,7 +81,9 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "key_totals_exponent": "part.keys.exponent", "key_totals_mantissa": "part.keys.mantissa",
     }),
     "merge_positives": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
-        **{f"part_{x}": f"partial[{i}]" for i, x in enumerate(_OF_POSITIVES)}, "part_stride": "partial[0].stride(0)",
+        **{f"part_{x}": f"partial[{i}]" for found in (_OF_POSITIVES, _BY_GUIDE) for i, x in enumerate(found)},
+        "part_stride": "partial[0].stride(0)",
+        "guide_sum": "positive[0]", "guided": "positive[1]", "guide_exponent": "positive[4]",
         "sum_of_positives": "positive[0]", "number_of_positives": "positive[1]", "exponent_of_positives": "positive[4]",
     }),
     "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)"}),

@@ -40,7 +40,8 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
-        kind = "_several" if plan.traits.several else "_combined" if plan.traits.combined else pairs
+        second = "_guided" if plan.traits.guide else "_several" * plan.traits.several
+        kind = second or ("_combined" if plan.traits.combined else pairs)
         names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
         return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], names)]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
@@ -180,7 +181,11 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),
         **_torch_second(traits),
-        **(_torch_several(traits, x2_of_strip.replace("[strip]", "[rows]")) if traits.several else {}),
+        **(
+            _torch_several(traits, x2_of_strip.replace("[strip]", "[rows]"))
+            if traits.several and not traits.guide
+            else {}
+        ),
         "sums_slopes": traits.sums_slopes,
         "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows

@@ -222,7 +222,7 @@ def _forward_buffers(plan: Plan) -> list[str]:
 
 
 def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
-    strips = "min(tiles[0], FORWARD_STRIPS)"
+    strips, by_what = "min(tiles[0], FORWARD_STRIPS)", "by the guide" if plan.traits.guide else "of positives"
     shapes, beside = ("tiles[1], rows", f"{strips}, keys"), plan.partial_sums - 2
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
     row_beside, key_beside = (_new(f"{beside}, {shape}") + ".unbind()" for shape in shapes)
@@ -232,7 +232,7 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
         ("row_second", "of the second log-sum-exps (key blocks, rows)", row_beside, plan.traits.second),
         ("key_second", "the same (strips, keys)", key_beside, plan.traits.second and plan.both_axes),
-        ("row_positives", "of positives (key blocks, rows)", row_beside, plan.traits.several),
+        ("row_positives", f"{by_what} (key blocks, rows)", row_beside, plan.traits.several),
         ("key_positives", "the same (strips, keys)", key_beside, plan.traits.several and plan.both_axes),
         ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),

@@ -25,11 +25,13 @@ class Argument:
 
 # By type and `multiple`: the names that have them in every kernel.
 _NAMES: dict[str | tuple[str, Multiple], str] = {
-    "*{operands}": "q k x g g_low out",
+    "*{operands}": "q k x g g_low out guide_queries guide_keys",
     "*{inputs}": "q_out k_out",
     "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total mean "
     "row_number row_positives row_positives_exponent key_number key_positives key_positives_exponent "
     "part_number part_positives part_positives_exponent number_of_positives sum_of_positives exponent_of_positives "
+    "row_guided row_guide_sum row_guide_exponent part_guided part_guide_sum part_guide_exponent "
+    "guided guide_sum guide_exponent "
     "key_sum_of_positives key_exponent_of_positives "
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
@@ -45,12 +47,16 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*i64": "labels key_labels query_ids key_ids",
     "i64": "first_positive first_query first_key",
     ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride vectors_stride",
-    ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
+    (
+        "i32",
+        "dim",
+    ): "guide_q_row_stride guide_k_row_stride q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
     "all_queries all_keys summed_keys written",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
+    "guide_q_depth_stride guide_k_depth_stride "
     "BLOCK DESCRIPTORS DIAGONAL DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
 }
 _ARGUMENTS = {
@@ -61,6 +67,8 @@ _ARGUMENTS = {
 
 SCALARS = "scale_ptr bias_ptr"
 IDS = "query_ids key_ids"
+GUIDES = "guide_queries guide_keys"
+GUIDE_STRIDES = "guide_q_row_stride guide_q_depth_stride guide_k_row_stride guide_k_depth_stride"
 STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 
@@ -103,9 +111,19 @@ def statistics(choice: Choice) -> str:
     return found
 
 
+_BY_GUIDE = {
+    "row_number": "row_guided", "row_positives": "row_guide_sum", "row_positives_exponent": "row_guide_exponent",
+    "part_number": "part_guided", "part_positives": "part_guide_sum", "part_positives_exponent": "part_guide_exponent",
+    "number_of_positives": "guided", "sum_of_positives": "guide_sum", "exponent_of_positives": "guide_exponent",
+}  # fmt: skip
+
+
 def of_positives(choice: Choice, numbers: str, sums: str, exponents: str) -> str:
-    """What there is of any number of positives: their number, their sum, and of a log-sum-exp the exponents."""
+    """What there is of any number of positives: their number, their sum, and of a log-sum-exp the exponents. A guide's
+    softmax has the weighted sum of z in place of the number, and exponents."""
     traits = choice.traits
+    if traits.guide:
+        return " ".join(_BY_GUIDE[name] for name in (numbers, sums, exponents) if name)
     return f"{numbers} {sums}" * traits.several + f" {exponents}" * traits.softmax_of_positives
 
 
@@ -132,6 +150,8 @@ def both_labels(choice: Choice) -> str:
 def classes(choice: Choice) -> str:
     """What a tile is told of the classes of its pairs: the places of positives, and ids. Of a triangle it is those of
     its columns, too, and how many of these have sums: none of another rank's."""
+    if choice.traits.guide:
+        return GUIDES
     if choice.traits.several:
         return IDS
     if choice.traits.triangle:

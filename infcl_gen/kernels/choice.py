@@ -66,7 +66,7 @@ class Choice:
         too, of which another row's sum has a term; a second log-sum-exp follows. Of any number of positives four, too:
         at first their sum and number; a log-sum-exp has an exponent besides."""
         if self.traits.several:
-            return 4 + self.traits.softmax_of_positives
+            return 4 + (self.traits.softmax_of_positives or self.traits.guide)
         if self.traits.combined:
             return 4 + (not self.traits.affine) + self.traits.triangle + 2 * self.traits.second
         sums = 1 + self.traits.has_keys
@@ -76,7 +76,8 @@ class Choice:
     def partial_sums(self) -> int:
         """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of positives
         their number and theirs."""
-        return 2 + 2 * self.traits.second + (2 + self.traits.softmax_of_positives) * self.traits.several
+        third = self.traits.softmax_of_positives or self.traits.guide
+        return 2 + 2 * self.traits.second + (2 + third) * self.traits.several
 
     @property
     def merges_sides(self) -> bool:
@@ -91,9 +92,10 @@ class Choice:
 
     @property
     def split(self) -> bool:
-        """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32."""
+        """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32. Not
+        beside a guide, whose features would be halves, too."""
         where = (self.strategy, self.target, self.dtype, self.precision)
-        return where == ("panel", "cuda", "fp32", "default")
+        return where == ("panel", "cuda", "fp32", "default") and not self.traits.guide
 
     @property
     def exact(self) -> bool:

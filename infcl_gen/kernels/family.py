@@ -77,8 +77,8 @@ class Tile:
         return block.stages * (block.rows + block.keys) * block.depth * choice.operand_bytes
 
     def accumulators(self, block: Block, choice: Choice) -> int:
-        """fp32 numbers that a program holds in registers: here the tile of z."""
-        return block.rows * block.keys
+        """fp32 numbers that a program holds in registers: here the tile of z, and that of a guide's similarities."""
+        return block.rows * block.keys * (1 + choice.traits.guide)
 
     def registers(self, block: Block, choice: Choice, warp_size: int) -> int:
         """Accumulator registers of one thread."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features, of_positives
+from infcl_gen.kernels.arguments import (
+    GUIDE_STRIDES,
+    SCALARS,
+    STRIDES,
+    Argument,
+    Kernel,
+    arguments,
+    classes,
+    features,
+    of_positives,
+)
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import ID_BLOCKS, SEVERAL_BLOCKS, GradientTile
@@ -66,7 +76,7 @@ def keeps_keys(block: Block, choice: Choice) -> bool:
     """Whether a program reads its keys once: one block spans their depth, descriptors load it, and tensor cores read it
     from shared memory. fp32 operands have another forward."""
     whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
-    return whole and not choice.traits.at_once
+    return whole and not choice.traits.at_once and not choice.traits.guide
 
 
 def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
@@ -88,7 +98,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
     told = classes(choice) if choice.traits.masked or choice.traits.several else ""
     sampled = not choice.exact
-    diagonal = "DIAGONAL" * choice.traits.triangle
+    diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))
@@ -96,14 +106,14 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     forward = arguments(
         *sources, told, SCALARS, reference, sums, "flags" * sampled,
         *[STASH] * choice.keeps_tiles, "stash_reference" * choice.stash, sizes,
-        "stash_stride" * (choice.keeps_tiles and not choice.descriptors), "reference_stride" * choice.stash, STRIDES,
+        "stash_stride" * (choice.keeps_tiles and not choice.descriptors), "reference_stride" * choice.stash, strides,
         "MASKED" * sampled, diagonal, "DESCRIPTORS WIDEN", "STASH" * choice.keeps_tiles,
     )  # fmt: skip
     if choice.exact:
         return (Kernel("forward", forward, "forward", template="forward_exact"),)
     constants = "DESCRIPTORS WIDEN" if choice.descriptors else "WIDEN"
     first = arguments("q k", SCALARS, f"{reference} queries keys", STRIDES, diagonal, constants)
-    again = arguments("q k", told, SCALARS, sums, "flags", sizes, STRIDES, diagonal, constants)
+    again = arguments("q k", told, SCALARS, sums, "flags", sizes, strides, diagonal, constants)
     return (
         Kernel("row_references" if choice.rows else "references", first, "forward"),
         Kernel("forward", forward, "forward"),

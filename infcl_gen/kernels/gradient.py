@@ -1,6 +1,8 @@
 """gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
 
 from infcl_gen.kernels.arguments import (
+    GUIDE_STRIDES,
+    GUIDES,
     IDS,
     SCALARS,
     STRIDES,
@@ -85,7 +87,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         sums += f" {of_positives(choice, '', 'sum_of_positives', 'exponent_of_positives')}"
         if choice.both_axes:
             sums += f" {of_positives(choice, '', 'key_sum_of_positives', 'key_exponent_of_positives')}"
-        gradient = arguments(Q, K, ids, SCALARS, sums, g, sizes, STRIDES, "DIAGONAL" * choice.both_axes,
+        told, strides = ids or GUIDES * choice.traits.guide, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
+        gradient = arguments(Q, K, told, SCALARS, sums, g, sizes, strides, "DIAGONAL" * choice.both_axes,
                              "DESCRIPTORS WIDEN")  # fmt: skip
         return (Kernel("gradient", gradient, "gradient", template="gradient_exact"),)
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")

@@ -57,7 +57,8 @@ def _of_several(choice: Choice) -> tuple[Kernel, ...]:
     partial = of_positives(choice, "part_number", "part_positives", "part_positives_exponent")
     total = of_positives(choice, "number_of_positives", "sum_of_positives", "exponent_of_positives")
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
-    taken = f"query_exponent query_mantissa {total} {SCALARS} {vectors} scale_parts bias_parts query_terms"
+    read = "guided guide_sum" if choice.traits.guide else total
+    taken = f"query_exponent query_mantissa {read} {SCALARS} {vectors} scale_parts bias_parts query_terms"
     return (
         Kernel("merge_positives", arguments(partial, total, "rows parts part_stride written")),
         Kernel("combine", arguments(taken, "queries all_queries all_keys")),

@@ -6,6 +6,7 @@ from infcl_gen.losses.language import (
     LossSpec,
     bias,
     exp,
+    guide,
     is_positive,
     is_self,
     log,
@@ -13,6 +14,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_negatives,
     logsumexp_over_queries,
     maximum,
+    mean_by_softmax,
     mean_over_keys,
     mean_over_positives,
     mean_over_queries,
@@ -111,6 +113,24 @@ INFONCE_IN = LossSpec(
 For queries of which one right answer is enough, and for positives of which some are wrong.
 Positives that are near already have most of the gradient.
 A call is that of `infonce_out`, and so is what a query without positives adds.""",
+)
+
+DISTILL = LossSpec(
+    name="distill",
+    formula=mean_over_queries(logsumexp_over_keys(_x) - mean_by_softmax(_x, guide)),
+    positives="none",
+    doc="Distillation: cross-entropy of each query's softmax over keys against that of a teacher, its guide.",
+    source="Hinton et al., arXiv 1503.02531, section 2; OpenCLIP's `DistillClipLoss` has it in both directions",
+    use="""\
+For a student that is to rank keys as a teacher does, beside a loss of its own.
+A call passes `guide_queries=`, (M, D), and `guide_keys=`, (N, D), the teacher's features of both sides.
+Their products are the teacher's logits: multiply one side by the teacher's scale, in fp32, and then cast it.
+They are of the dtype that the loss computes in, and have no gradients.
+Where teacher and student differ in width, pad the narrower features by zeros: no product changes.
+
+OpenCLIP's term is the mean of both directions: call the loss twice, the second time with all sides exchanged.
+The teacher's similarities are computed tile by tile beside the student's, and never stored.
+The loss is not 0 where both agree: it is then the entropy of the teacher.""",
 )
 
 SIGLIP = LossSpec(
@@ -265,6 +285,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         INFONCE,
         INFONCE_OUT,
         INFONCE_IN,
+        DISTILL,
         RINCE,
         GEMINI,
         SIGLIP,

@@ -16,7 +16,8 @@ With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile
 affine: it adds slope * a * (mean of all k) to M * dq_i, and slope * a/N * (sum of all q) to M * dk_j.
 
 With any number n_i of positives p_i is their mean, or their log-sum-exp; in place of [j = positive(i)] then stand
-[j is one of them] / n_i, or exp(x_ij - p_i) [j is one of them].
+[j is one of them] / n_i, or exp(x_ij - p_i) [j is one of them]. A guide's softmax t gives p_i = sum_j t_ij x_ij, and
+t_ij in its place.
 
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
@@ -256,7 +257,9 @@ class Derivation:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
         mask = 1 if "same_id" in self.form.classes else 0  # of one byte for each pair
-        if self.form.several:  # the shares of positives, those of the other side, and the logits they are made from
+        if (
+            self.form.several and not self.form.guided
+        ):  # the shares of positives, those of the other side, and the logits they are made from
             softmax = self.form.statistics[-1].kind == "logsumexp_over_positives"
             mask += 1 + softmax + (self.slope is None)
         mask += 2 * self.form.second  # the multiple of the logits, and its shares
@@ -319,7 +322,8 @@ class Derivation:
         again = "absent" if at_once else "unchanged"
         keys = Travelling("keys", dim, "features", forward="unchanged", backward=again)
         ids = Travelling("key ids", 1, "int64", forward="unchanged", backward=again)
-        read = (keys, ids) if self.traits.ids else (keys,)
+        guides = Travelling("guide keys", dim, "features", forward="unchanged", backward=again)
+        read = (keys, *[ids] * self.traits.ids, *[guides] * self.traits.guide)
         if at_once:
             return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)

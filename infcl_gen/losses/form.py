@@ -7,11 +7,11 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 
 p is the logit of the positive, and v are a query's own numbers, which a call gives. Of positives="id" p is a statistic,
 too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
-positives adds nothing. F may also depend on the positive's similarity, scale, bias, and the numbers of queries and
-keys, and on a second log-sum-exp, that of a constant multiple of the logits. Of similarity("query", "query")
-z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j over
-z, and its domain a triangle. To F and G may be added constants times the mean of a query's logits, m_i, and of a key's,
-d_j. `form_of` reads formulas, and nothing else does.
+positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
+depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
+of a constant multiple of the logits. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own:
+the form is that of i != j over z, and its domain a triangle. To F and G may be added constants times the mean of a
+query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -89,18 +89,25 @@ class Form:
     def classes(self) -> tuple[str, ...]:
         """The classes of pairs that a sweep tells apart in its tiles. A positive that is one key of each query, and is
         not left out, is none of them: it is found by its place."""
+        if self.guided:
+            return ()
         told_apart = self.pair_term is not None and self.pair_term.other != self.pair_term.same_id
         return ("same_id",) if told_apart or self.several else self.excluded
 
     @property
     def several(self) -> bool:
-        """Whether p is a statistic of any number of positives."""
+        """Whether p is a statistic: of any number of positives, or by a guide."""
         return any(each.symbol == p for each in self.statistics)
 
     @property
     def second(self) -> bool:
         """Whether F has a second log-sum-exp, that of a multiple of the logits."""
         return any(each.symbol == r2 for each in self.statistics)
+
+    @property
+    def guided(self) -> bool:
+        """Whether p is the mean of a query's logits by the softmax of its guide."""
+        return any(each.kind == BY_GUIDE for each in self.statistics)
 
     @functools.cached_property
     def combined(self) -> bool:
@@ -115,6 +122,7 @@ class Form:
         return {keyword: symbol for keyword, symbol in OWN.items() if self.query_term.has(symbol)}
 
 
+BY_GUIDE = "mean_by_guide"
 _OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
 OWN = {"query_weight": u, "negatives": h}
@@ -154,13 +162,17 @@ def form_of(spec: LossSpec) -> Form:
         _check_triangle(spec)
         written = written.xreplace({_OF_QUERIES: z})
     written, scaled = _of_scaled_features(written)
-    by_id = "mean_of_keys(x) has no kernel yet beside positives='id': leave it out, or write positives='label'"
-    refuse((spec.positives == "id" and any(map(written.has, _OF_ALL)), by_id))
+    beside = f"has no kernel yet beside positives={spec.positives!r}"
+    by_id = f"mean_of_keys(x) {beside}: leave it out, or write positives='label'"
+    refuse((spec.positives in ("id", "none") and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
-    known = (*_STATISTICS, *_MEANS, language.mean_over_positives, language.sum_over_pairs)
+    of_sets = (language.mean_over_positives, language.mean_by_softmax)
+    known = (*_STATISTICS, *_MEANS, *of_sets, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
+    refuse((of_pairs and spec.positives == "none",
+            "sum_over_pairs has no kernel yet beside positives='none': write positives='diagonal'"))  # fmt: skip
     if of_pairs:
         of_pairs = written.atoms(language.sum_over_pairs)
         return _pointwise(spec, written, sorted(of_pairs, key=sympy.default_sort_key), scaled)
@@ -173,7 +185,7 @@ def form_of(spec: LossSpec) -> Form:
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight}
-    if of_positives:
+    if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
     outside = sorted(map(str, formula.free_symbols - known_outside))
     if outside:
@@ -187,10 +199,10 @@ def form_of(spec: LossSpec) -> Form:
     query_term, key_term, of_means = _terms(formula, second)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     if of_positives:
-        refuse((key_term != 0, "positives='id' has no kernel yet beside mean_over_keys: write mean_over_queries alone, "
-                               "and call it once for each direction"),
+        refuse((key_term != 0, f"positives={spec.positives!r} has no kernel yet beside mean_over_keys: write "
+                               "mean_over_queries alone, and call it once for each direction"),
                (not query_term.has(r), "a statistic of positives has no kernel alone: add logsumexp_over_keys(x)"),
-               (not query_term.has(p), "positives='id' has no kernel without a statistic of positives: add "
+               (not query_term.has(p), f"positives={spec.positives!r} has no kernel without a statistic of them: add "
                                         f"{_SEVERAL}"))  # fmt: skip
         found += (Statistic("query", of_positives, p),)
     refuse(
@@ -235,7 +247,9 @@ def _check_triangle(spec: LossSpec) -> None:
         (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet: write mean_over_queries"),
         (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
-        (spec.positives == "diagonal", f"{one} needs positives='label' or 'id': a row is not its own positive"),
+        (has(language.guide), f"guide in {one} has no kernel yet: give both sides, and write z"),
+        (spec.positives in ("diagonal", "none"),
+         f"{one} needs positives='label' or 'id': a row is not its own positive"),
         (any(map(has, _OF_ALL)), f"mean_of_keys(x) in {one} has no kernel yet: give both sides, and write z"),
         (any(map(has, SCALES)), f"a factor of similarities in {one} has no kernel yet: give both sides, and write z"),
     )  # fmt: skip
@@ -246,6 +260,10 @@ _SEVERAL = "mean_over_positives(x) or logsumexp_over_keys(x, where=is_positive)"
 
 def _with_statistic_of_positives(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[Expr, str]:
     """The formula with `positive` for the statistic of any number of positives, and its kind; "" of one positive."""
+    if spec.positives == "none":
+        return _with_mean_by_guide(formula), BY_GUIDE
+    refuse((formula.has(language.mean_by_softmax), "mean_by_softmax(x, guide) has a kernel without positives alone: "
+            "write positives='none', and add the other loss by a call of its own"))  # fmt: skip
     of_mean = formula.atoms(language.mean_over_positives)
     if spec.positives != "id":
         refuse((of_mean, "mean_over_positives is of any number of positives: write positives='id', or positive(x)"))
@@ -272,6 +290,24 @@ def _with_statistic_of_positives(spec: LossSpec, formula: Expr, domain: Domain) 
     )  # fmt: skip
     left = left.xreplace({each: language.positive(each.args[0]) for each in of_mean})
     return left, "mean_over_positives" if of_mean else "logsumexp_over_positives"
+
+
+def _with_mean_by_guide(formula: Expr) -> Expr:
+    """The formula with `positive` for the mean by the softmax of the guide."""
+    means = formula.atoms(language.mean_by_softmax)
+    of_positives = (language.positive, language.mean_over_positives, is_positive, language.positives_of_query)
+    sums = formula.atoms(*_SUMS, language.logsumexp_over_negatives)
+    refuse(
+        (any(map(formula.has, of_positives)), "positives='none' says that no key is a positive: write positives="
+                                              "'diagonal', or leave positives out"),
+        (not means, "positives='none' has no kernel without a mean by a guide: add mean_by_softmax(x, guide)"),
+        (any(each.args[1] != language.guide for each in means),
+         "the second argument of mean_by_softmax has a kernel where it is `guide`: scale the guide's features instead"),
+        (any(each.args[1:] for each in sums), "where= has no kernel yet beside mean_by_softmax: leave it out"),
+        (len({each.args[0] for each in (*means, *sums)}) > 1,
+         "mean_by_softmax has kernels for one logit: write the same in all statistics"),
+    )  # fmt: skip
+    return formula.xreplace({each: language.positive(each.args[0]) for each in means})
 
 
 def refuse(*checks: tuple[object, str]) -> None:

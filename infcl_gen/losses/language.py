@@ -10,6 +10,7 @@ form exp(x_ij - r_i).
 | written                              | one value per | means                                                        |
 |--------------------------------------|---------------|--------------------------------------------------------------|
 | `z`, or `similarity(...)`            | pair          | q_i . k_j (or of other sides, or of a prefix of D)           |
+| `guide`                              | pair          | y_ij = u_i . v_j, of features that the caller's guide gives  |
 | `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
 | `logsumexp_over_keys(x, where=w)`    | query         | r_i = log sum_j w_ij exp(x_ij); without `where` w is 1       |
 | `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
@@ -18,6 +19,7 @@ form exp(x_ij - r_i).
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |
 | `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
+| `mean_by_softmax(x, guide)`          | query         | sum_j t_ij x_ij, t the softmax over keys of a guide's y_ij   |
 | `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
 | `mean_over_keys(e)`                  | loss          | 1/N sum_j e_j                                                |
 | `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
@@ -50,14 +52,15 @@ from sympy.core.function import ArgumentIndexError
 from infcl_gen.errors import InputError
 
 __all__ = [
-    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_scale",
+    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "guide", "is_positive", "is_self", "key_scale",
     "key_weight", "keys", "log", "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries",
-    "maximum", "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries",
-    "positive", "positives_of_query", "queries", "query_scale", "query_weight", "same_id", "scale", "sigmoid",
+    "maximum", "mean_by_softmax", "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives",
+    "mean_over_queries", "positive", "positives_of_query", "queries", "query_scale", "query_weight", "same_id",
+    "scale", "sigmoid",
     "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
-Positives = Literal["diagonal", "label", "id"]
+Positives = Literal["diagonal", "label", "id", "none"]
 
 LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
 _COUNTED = 1_000_000  # parts or terms, no further
@@ -76,7 +79,7 @@ class LossSpec:
     name       an ASCII identifier; generated code contains it.
     formula    a SymPy expression in the language of this module, with one value for the whole batch.
     positives  "diagonal": key i for query i, hence as many keys as queries; "label": the key that `labels[i]` names;
-               "id": every key with the query's id.
+               "id": every key with the query's id; "none": no key.
     doc        one sentence for people.
     source     paper and equation: "Zhai et al., arXiv 2303.15343, algorithm 1".
     use        Markdown: when to use it, and what to know. Packages store neither `source` nor `use`.
@@ -189,16 +192,22 @@ SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS
 ) = SYMBOLS.values()  # fmt: skip
 
 
-def similarity(
-    rows: Literal["query", "key"] = "query", columns: Literal["query", "key"] = "key", first: int | None = None
-) -> Symbol:
+Side = Literal["query", "key", "guide_query", "guide_key"]
+
+
+def similarity(rows: Side = "query", columns: Side = "key", first: int | None = None) -> Symbol:
     """Dot products between two sides, of the first `first` features if given; `similarity()` is `z`.
 
+    `similarity("guide_query", "guide_key")` is `guide`: of the features that a teacher has of both sides.
     Two blocks in one denominator are `log(exp(logsumexp_over_keys(...)) + exp(logsumexp_over_keys(...)))`.
     """
+    if (rows, columns) == ("guide_query", "guide_key") and first is None:
+        return guide
     for side in (rows, columns):
         if side not in ("query", "key"):
-            raise LossError(f"similarity of {side!r}: the sides are 'query' and 'key'")
+            raise LossError(
+                f"similarity of {side!r}: the sides are 'query' and 'key', or 'guide_query' and 'guide_key'"
+            )
     if first is not None and (not isinstance(first, int) or first < 1):
         raise LossError(f"similarity of the first {first!r} features: give a positive integer")
     name = "z" if (rows, columns) == ("query", "key") else f"z_{rows}_{columns}"
@@ -207,8 +216,12 @@ def similarity(
 
 def similarity_symbol(name: str) -> Symbol | None:
     """The symbol that `similarity` makes under this name, if any."""
-    known = re.fullmatch("z(_query_query|_key_key|_key_query)?(_first_[1-9][0-9]*)?", name)
+    blocks = "_query_query|_key_key|_key_query"
+    known = re.fullmatch(f"z({blocks})?(_first_[1-9][0-9]*)?|{guide.name}", name)
     return Symbol(name, real=True) if known else None
+
+
+guide = Symbol("z_guide_query_guide_key", real=True)
 
 
 def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...] = (1,)) -> Any:
@@ -241,6 +254,9 @@ positive = _opaque("positive", lambda f, x: is_positive)
 mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
 mean_of_keys = _opaque("mean_of_keys", lambda f, x: 1 / keys)
 mean_of_queries = _opaque("mean_of_queries", lambda f, x: 1 / queries)
+mean_by_softmax = _opaque(
+    "mean_by_softmax", lambda f, x: sympy.exp(f.args[1] - logsumexp_over_keys(f.args[1])), nargs=(2,)
+)
 mean_over_queries = _opaque("mean_over_queries", lambda f, e: 1 / queries)
 mean_over_keys = _opaque("mean_over_keys", lambda f, e: 1 / keys)
 sum_over_pairs = _opaque("sum_over_pairs", lambda f, e: 1)
@@ -297,7 +313,7 @@ def check_defined(pair: Expr) -> None:
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (
     logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, mean_over_positives, mean_of_keys,
-    mean_of_queries,
+    mean_of_queries, mean_by_softmax,
 )  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function

@@ -32,9 +32,10 @@ _OF_SCALES = {
     "key_scale": r"k_j \cdot \frac{\partial L}{\partial k_j}, \quad \gamma_j = \text{the factor of key } j",
 }
 _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
+_BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{il}}}"
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
-_POSITIVE = {"diagonal": "j = i", "label": r"j = \ell_i", "id": _SAME_ID}
+_POSITIVE = {"diagonal": "j = i", "label": r"j = \ell_i", "id": _SAME_ID, "none": ""}
 
 
 class _Printer(LatexPrinter):
@@ -115,6 +116,8 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
 
 
 def _statistic_of_positives(derivation: Derivation) -> str:
+    if derivation.form.guided:
+        return rf"p_i = \sum_j {_BY_GUIDE} x_{{ij}}, \quad y_{{ij}} = u_i \cdot v_j"
     others = r" \\ j \ne i" if derivation.traits.triangle else ""
     below = rf"\sum_{{\substack{{{_SAME_ID}{others}}}}}" if others else rf"\sum_{{{_SAME_ID}}}"
     number = rf"\quad n_i = {below} 1, \quad a_i = b_i = 0 \text{{ where }} n_i = 0"
@@ -172,7 +175,7 @@ def _terms(derivation: Derivation) -> list[str]:
     form, pair, traits = derivation.form, derivation.form.pair_term, derivation.traits
     terms, (of_query, of_key) = [], derivation.terms_with_means
     if of_query != 0:
-        found = r"\left[n_i > 0\right] " * form.several
+        found = r"\left[n_i > 0\right] " * (form.several and not form.guided)
         terms.append(rf"\sum_i {found}{_factor(of_query)}")
     if of_key != 0:
         terms.append(rf"\sum_j {_factor(sympy.factor_terms(of_key.xreplace(_OF_KEYS)))}")
@@ -208,6 +211,8 @@ def _gradient(derivation: Derivation) -> str:
             ends = " + ".join(["", *of_means]).replace("+ -", "- ")
             share = r"e^{x_{ij} - p_i} " if derivation.traits.softmax_of_positives else r"\frac{1}{n_i} "
             at_positives = f"b_i {share * form.several}{_text(placed)}"
+            if form.guided:
+                at_positives = f"b_i {_BY_GUIDE}"
             second = rf"a'_i {mask}e^{{{_text(form.multiple * x)} - r'_i}} + " * form.second
             return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {second}{at_positives}{ends} \Big)"
         parts = (

@@ -42,6 +42,7 @@ _NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
 # Of any number of positives the number, and the statistic by its kind; a query without any has any other numbers.
 _STATISTICS_OF_POSITIVES = {
     "mean_over_positives": "x.masked_fill(~same_id, 0.0).sum(dim=1) / n",
+    "mean_by_guide": "(torch.softmax(y, dim=1) * x).sum(dim=1)",
     "logsumexp_over_positives": 'torch.logsumexp(x.masked_fill(~same_id & found[:, None], float("-inf")), dim=1)',
 }
 
@@ -49,6 +50,7 @@ _ABOUT_LABELS = {
     "diagonal": "must be None: key i is the positive of query i, so there are as many keys as queries.",
     "label": 'int64 (M,), the index of each query\'s positive among the keys; None and "own" mean 0, 1, ..., M - 1.',
     "id": "must be None: the positives of a query are the keys of its id.",
+    "none": "must be None: no key is the positive of a query.",
 }
 _ABOUT_IDS = {  # by whether there are any, and whether these are of rows alone
     (True, False): "int64 (M,) and (N,), the id of each query and of each key.",
@@ -59,6 +61,15 @@ _IDS_OF_BOTH = """
     if key_ids is not None:
         raise ValueError("this loss compares rows with each other: query_ids are the ids of both, key_ids must be None")
     key_ids, k = query_ids, q"""
+_ABOUT_GUIDES = "(M, D) and (N, D) floating-point, what a guide has for each of them; no gradients."
+_CHECKED_GUIDES = """\
+for name, given, like in (("guide_queries", guide_queries, q), ("guide_keys", guide_keys, k)):
+        if given is None or given.shape != like.shape or not given.is_floating_point():
+            raise ValueError(f"this loss needs {name}, floating-point of shape {tuple(like.shape)}")
+    guide_queries, guide_keys = guide_queries.detach(), guide_keys.detach()"""
+_NO_GUIDES = """\
+if guide_queries is not None or guide_keys is not None:
+        raise ValueError("this loss takes no guide_queries and guide_keys")"""
 _ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
@@ -82,8 +93,9 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "diagonal": "p_i = x_ii",
         "label": "p_i = x_ij where j = labels[i]",
         "id": "the positives of query i are the keys of its id, id_j = id_i",
+        "none": "p_i = sum_j exp(y_ij - log sum_l exp(y_il)) * x_ij, y_ij = u_i . v_j",
     }
-    if derivation.form.several:
+    if derivation.spec.positives == "id" and derivation.form.several:
         positive["id"] = _positives_of_id(derivation)
     scales = "".join(f"{_SCALE_OF[name]} * " for name in derivation.form.scaled)
     return {
@@ -175,7 +187,7 @@ def _terms(derivation: Derivation) -> list[str]:
     terms, pair = [], derivation.form.pair_term
     of_query, of_key = derivation.terms_with_means
     if of_query != 0:
-        found = "[n_i > 0] * " * derivation.form.several
+        found = "[n_i > 0] * " * (derivation.form.several and not derivation.form.guided)
         terms.append(f"sum_i {found}({display(of_query, _PAIR)})")
     if of_key != 0:
         terms.append(f"sum_j ({display(of_key, {**_PAIR, 'p': 'p_j'})})")
@@ -211,6 +223,8 @@ def _gradient(derivation: Derivation) -> str:
         if derivation.form.several:
             of_each = "b_i * exp(x_ij - p_i)" if derivation.traits.softmax_of_positives else "b_i / n_i"
             at_positives = f"{of_each} * [id_j = id_i]"
+        if derivation.form.guided:
+            at_positives = "b_i * exp(y_ij - log sum_l exp(y_il))"
         second = ""
         if derivation.form.second:
             second = f"a2_i * {mask}exp({display(derivation.form.multiple * x, _PAIR)} - r2_i) + "
@@ -262,14 +276,16 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "diagonal": "torch.eye(len(x), dtype=x.dtype, device=x.device)",
         "label": "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)",
         "id": "same_id.to(x.dtype)",
+        "none": "",
     }[spec.positives]
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
     masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", " & ", " | ")
     masked = " | ".join([_NOT_ITSELF] * triangle + [masked] * bool(masked))
     summed = "y" if masked else "x"
-    several = form.several
+    several = form.several and not form.guided
     reductions = (
+        ("p", form.guided, _STATISTICS_OF_POSITIVES["mean_by_guide"]),
         ("found, n, p", several, f"of_positives(x, same_id{f' & ~{_NOT_ITSELF}' * triangle})"),
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
@@ -277,7 +293,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
-        ("p", form.formula.has(p) and not several, at_positives.format("x")),
+        ("p", form.formula.has(p) and not form.several, at_positives.format("x")),
         ("m", form.formula.has(m), "x.mean(1)"),
         ("d", form.formula.has(d), "x.mean(0)"),
         ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
@@ -304,7 +320,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "but_means": ", but for the mean of its logits" * traits.means,
         "shape": "(M, M)" if triangle else "(M, N)",
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed
-        + "p_i   of its n_i positives                    " * several,
+        + "p_i   of its n_i positives                    " * several
+        + "p_i   mean of its logits by its guide         " * form.guided,
         "about_labels": _ABOUT_PAIRS if triangle and labels else _ABOUT_LABELS[spec.positives],
         "triangle": triangle,
         "about_rest": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
@@ -320,11 +337,19 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "dense_arguments": "x: Tensor"
         + ", labels: Tensor" * labels
         + ", same_id: Tensor" * ids
+        + ", y: Tensor" * traits.guide
         + _arguments(own)
         + _arguments(derivation.of_dense),
         "with_numbers": "".join(f", {name}={name}" for name in derivation.of_dense),
-        "with_classes": ", labels" * labels + ", query_ids[:, None] == key_ids" * ids + _names(own),
-        "and_classes": " and the (M,) positives" * labels + ", and which pairs are of one id, (M, N)" * ids,
+        "with_classes": ", labels" * labels
+        + ", query_ids[:, None] == key_ids" * ids
+        + ", guide_queries.to(q.device, dtype) @ guide_keys.to(q.device, dtype).T" * traits.guide
+        + _names(own),
+        "and_classes": " and the (M,) positives" * labels
+        + ", and which pairs are of one id, (M, N)" * ids
+        + " and the similarities y of the guide, (M, N)" * traits.guide,
+        "checked_guides": _CHECKED_GUIDES if traits.guide else _NO_GUIDES,
+        "about_guides": _ABOUT_GUIDES if traits.guide else "must be None.",
         "labels_type": "Tensor | str | None" if labels else "Tensor | None",
         "dbias": float(derivation.dbias),
         "dlogit_dz": torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
@@ -341,11 +366,15 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         return {}
     own = derivation.form.vectors.values()
     several, softmax = derivation.form.several, derivation.traits.softmax_of_positives
+    guided = derivation.form.guided
     share = ("exp(x_ij - p_i)" if softmax else "1/n_i") if several else "[j = positive(i)]"
+    share = "exp(y_ij - log sum_l exp(y_il))" if guided else share + " * [id_j = id_i]" * several
     return {
         "of_rows": repr(derivation.of_rows),
-        "share_of_positives": share + " * [id_j = id_i]" * several,
-        "about_p": ("log-sum-exp" if softmax else "mean logit")
+        "share_of_positives": share,
+        "about_p": "mean of its logits by the softmax of its guide"
+        if guided
+        else ("log-sum-exp" if softmax else "mean logit")
         + " of its positives; any number where there are none. `positives_of_query`, (M,), is how"
         "\n                many there are, and at least 1"
         if several
@@ -353,7 +382,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "about_positive_slope": "the derivative of that by p"
         if several
         else "M * dL/dx of its positive, but for the weight times its probability where the sum holds it",
-        "several": several,
+        "several": several and not guided,
         "of_their_logits": "log-sum-exp" if softmax else "mean logit",
         "statistic_of_positives": _STATISTICS_OF_POSITIVES.get(derivation.form.statistics[-1].kind, ""),
         "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,

@@ -139,6 +139,8 @@ class Choices:
             return f"has no kernels that tell ids apart, as in the loss {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.second and name != "panel":
             return f"has no kernels for two sums of a query, as in the loss {derivation.spec.name}; valid: panel, torch"
+        if derivation.traits.guide and name != "panel":
+            return f"has no kernels with a guide, as in the loss {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.without_positives and name != "panel":  # a sample may take a positive for the reference
             return (
                 f"has no kernels that leave positives out, as in the loss {derivation.spec.name}; valid: panel, torch"
@@ -177,8 +179,10 @@ class Choices:
         if choice.rows:
             transports = tuple(way for way in transports if way[0] != "ring")
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
-        # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries.
-        recordable = name != "torch" and not (choice.traits.at_once or choice.traits.triangle or choice.traits.vectors)
+        # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries,
+        # or the features of a guide.
+        traits = choice.traits
+        recordable = name != "torch" and not (traits.at_once or traits.triangle or traits.vectors or traits.guide)
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         if choice.at_once and choice.separate:
@@ -275,7 +279,7 @@ def _settings_of(name: str, traits: Traits) -> frozenset[str]:
     if name not in ("fused", "rows") and not traits.triangle:  # whose panels are square
         keys |= {"panel_keys"}
     if name != "torch":
-        keys |= {"descriptors"} if traits.triangle else {"descriptors", "replay"}
+        keys |= {"descriptors"} if traits.triangle or traits.guide else {"descriptors", "replay"}
     return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 
 

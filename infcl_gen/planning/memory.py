@@ -242,7 +242,12 @@ def _of_scales(v: Choice) -> list[BufferTerm]:
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
     """The scratch of a panel of a x b pairs."""
+    guided = [
+        BufferTerm("guide_panel", phase, (a, b), "the guide's similarities and their exponentials", pieces=2),
+        v.separate and BufferTerm("widened_guide", phase, (a + b, D), "of a panel's rows and keys, in full precision"),
+    ]
     return [
+        *guided * v.traits.guide,
         BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2),
         BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
         v.traits.strips > 0 and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),

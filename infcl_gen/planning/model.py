@@ -28,7 +28,7 @@ COOL, COOL_S = 0.1, 6e-3  # a step begins 10 % faster, until its power lowers th
 VENDOR_FRACTION = 0.77  # of a vendor's peak, which no product reaches: 765 of 989 TFLOP/s on the H200
 # Products of fp32 operands on NVIDIA that are not split: whose peak, and the fractions that Triton and the library
 # reach. ieee uses no tensor cores (1 TFLOP/s measured in a Triton kernel).
-FP32_MODES: dict[str, tuple[str, float, float]] = {"tf32": ("tf32", 1.0, 1.0), "exact": ("fp32", 0.02, 0.8)}
+FP32_MODES: dict[str, tuple[str, float, float]] = {"tf32": ("tf32", 1.0, 1.0), "ieee": ("fp32", 0.02, 0.8)}
 # Host of an H200: time before the first kernel, and time of a step that the host bounds; by single launches, or by two
 # CUDA graphs. Fitted to h200-grid.json: all rows but one within 14 %, of hosts that take 0.7 to 1.2 ms for equal work.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.35e-3, 1.6e-3, 12e-6
@@ -199,7 +199,7 @@ class CostModel:
     def product_kind(self) -> str:
         """The key of `DeviceProfile.matmul_tflops` whose peak bounds the products."""
         kind = self.choice.operand_dtype
-        return FP32_MODES[self.choice.precision][0] if self._reduced else kind
+        return FP32_MODES[self.choice.input_precision][0] if self._reduced else kind
 
     @property
     def _reduced(self) -> bool:
@@ -211,7 +211,7 @@ class CostModel:
         """Peak FLOP/s by `TimeTerm.rate`."""
         choice, by_triton, by_library = self.choice, 1.0, 1.0
         if self._reduced:
-            _, by_triton, by_library = FP32_MODES[choice.precision]
+            _, by_triton, by_library = FP32_MODES[choice.input_precision]
         product = by_triton * TRITON_PRODUCT_FRACTION if choice.product_by == "triton" else by_library
         peak = self.profile.matmul_tflops[self.product_kind]
         reached = VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0

@@ -82,14 +82,15 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         return (*_terms_at_once(v), *_means(v, "forward"))
     share, sides = shares_of(v), 2 if v.both_axes else 1
     forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
+    products = 1 + v.traits.guide  # of a tile: z, and the guide's similarities, with an exponential each
     panels = ceil_div(m, R) * ceil_div(n, C) * W * share.gradient
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
     additions, finished, means = _additions(v, "backward"), _finished(v), _means(v, "forward", "backward")
     if v.strategy == "torch":
-        product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
+        product = {"flops": 2 * pairs * D * products, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
         # backward for one exponential of each side, their weighted sum, and the positives.
-        each = {"exponentials": sides * pairs}
+        each = {"exponentials": sides * pairs * products}
         return (
             TimeTerm("forward product", "forward", "first", **product),
             TimeTerm("statistics", "forward", bytes=(2 + 4 * sides) * s * pairs, launches=12 * panels, **each),
@@ -121,9 +122,9 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             "forward product",
             "forward",
             "first",
-            flops=2 * rows * keys * W * P * share.forward,
+            flops=2 * rows * keys * W * P * share.forward * products,
             bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
-            exponentials=forward_pairs * (1 + v.traits.second),
+            exponentials=forward_pairs * (products + v.traits.second),
             efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
@@ -157,12 +158,12 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             TimeTerm(
                 "gradient",
                 part="first",
-                flops=2 * rows * keys * W * P * fraction * share.gradient,
+                flops=2 * rows * keys * W * P * fraction * share.gradient * products,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs
                 * fraction
                 * (sides if v.traits.combined else 1)
-                * (1 + v.traits.softmax_of_positives + v.traits.second),
+                * (1 + v.traits.softmax_of_positives + v.traits.second + v.traits.guide),
                 efficiency=reached,
                 launches=2 * panels + (once if v.both_axes else 0),
             )

@@ -59,7 +59,8 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         k = None if package.traits.triangle else other
         given = _vectors(package, q) | _scales(package, q, k)
         own = tuple(given.get(name) for name in ("query_weight", "negatives", "query_scale", "key_scale"))
-        arguments = (package, q, k, scale, BIAS, own, None, *_ids(package, q, k), Options(ALONE))
+        classes = None, *_ids(package, q, k), *_guides(package, q, k).values()
+        arguments = (package, q, k, scale, BIAS, own, *classes, Options(ALONE))
         first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for _, a, b in compared(first, second))
         errors, allowed = _errors(package, first, q, k, scale)
@@ -81,6 +82,14 @@ def _ids(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, 
         return None, None
     query_ids, key_ids = (None if x is None else torch.arange(len(x), device=x.device) // SHARED << 31 for x in (q, k))
     return query_ids, key_ids
+
+
+def _guides(package: Package, q: Tensor, k: Tensor | None) -> dict[str, Tensor | None]:
+    """Keywords of a guide's features: twice those of q and k, read backwards."""
+    names = "guide_queries", "guide_keys"
+    if not package.traits.guide or k is None:
+        return dict.fromkeys(names)
+    return {name: 2 * x.flip(1) for name, x in zip(names, (q, k), strict=True)}
 
 
 def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
@@ -191,6 +200,8 @@ def _own_positives(package: Package, rows: int) -> Tensor:
 def _are_positive(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
     """An index of the pairs that are a query and its positive."""
     rows = len(q)
+    if package.traits.guide:
+        return torch.zeros(rows, rows if k is None else len(k), dtype=torch.bool)
     if not package.traits.several:
         return torch.arange(rows), _own_positives(package, rows)
     query_ids, key_ids = _ids(package, q, k)
@@ -208,6 +219,9 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor | None, scale: f
     query_ids, key_ids = _ids(package, q, k)
     if query_ids is not None:
         classes.append(query_ids[:, None] == (query_ids if key_ids is None else key_ids))
+    guides = [each.double() for each in _guides(package, q.to(package.dtype), k).values() if each is not None]
+    if guides:
+        classes.append(guides[0] @ guides[1].T)
     own = _vectors(package, q.double())
     if "negatives" in own:
         products = torch.einsum("id,ild->il", q.double(), own["negatives"])
@@ -225,7 +239,7 @@ def _dense(package: Package, q: Tensor, k: Tensor | None, scale: float, dtype: t
     numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
     leaves: list[Any] = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
     query_ids, key_ids = _ids(package, q, k)
-    own = _vectors(package, q) | _scales(package, q, k)
+    own = _vectors(package, q) | _scales(package, q, k) | _guides(package, q, k)
     loss = package.loss.reference(*leaves, query_ids=query_ids, key_ids=key_ids, **own, dtype=dtype)
     found: Iterator[Any] = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None], materialize_grads=True))
     gradients: list[Any] = [x if x is None else next(found) for x in leaves]

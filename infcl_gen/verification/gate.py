@@ -31,7 +31,8 @@ the mean of dx_ij over the row,
 where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp, v +- dv.
 The mean of all logits adds the rounding of means of features, (4 + 16) v of their absolute values.
 With any number of positives of shares s_ij in p, 1/n_i or exp(x_ij - p_i), s_ij db + |b| ds_ij stands for the term of
-one. Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
+one. A guide's softmax has the shares t_ij, wrong by the products of its features, and p by sum_j dt_ij |x_ij - p_i|.
+Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
 Of features that are multiplied by numbers of their rows all this is said of the products, which are rounded to u: w + u
 then stands for w. The gradient of the features is that of the product times the number, rounded once more.
 
@@ -226,7 +227,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         w, products = 3 * w, q.abs() @ k.abs().T
     dz = w * products + v * z_sum
     dx = slope * dz + v * x.abs()
-    of_combined = functools.partial(_of_combined, traits=traits)
+    of_combined = functools.partial(_of_combined, traits=traits, operand=w)
     terms: Any = _of_pairs if pairs else of_combined if traits.combined else _of_softmaxes
     errors = terms(mathematics, x, dx, inputs, statistics, dz)
     g, smooth, dloss, dg = errors[:4]
@@ -366,21 +367,24 @@ class _OfQueries:
     """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
     r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
-    second log-sum-exp `second` and `dsecond` likewise. An error is what a value changes over the intervals of its
-    arguments, and FUNCTION_ROUNDINGS."""
+    second log-sum-exp `second` and `dsecond` likewise; `operand` is w. An error is what a value changes over the
+    intervals of its arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
         self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
-        traits: Traits,
+        traits: Traits, operand: float = 0.0,
     ) -> None:  # fmt: skip
-        self.v, self.smallest = statistics.eps / 2, statistics.smallest_normal
+        self.v, self.smallest, self.operand = statistics.eps / 2, statistics.smallest_normal, operand
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
         left_out = () if traits.several else mathematics.CLASSES
         y = kept(x, inputs, torch.arange(len(x), device=x.device), left_out)
         self.long_sum = 4 + math.sqrt(x.shape[1]) / 8
         r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None
-        if traits.several:
+        if traits.guide:
+            p, dp = self._by_guide(x, dx, inputs)
+            found = torch.ones_like(found)
+        elif traits.several:
             _, count, p = mathematics.of_positives(x, at)
             p = torch.where(found, p, 0.0)
             dp = self._of_positives(x, dx, at, p, traits.softmax_of_positives)
@@ -437,6 +441,21 @@ class _OfQueries:
         dprobability = probability * (dx + mean[:, None] + self.v)
         return r, mean + self.v * (finite + self.long_sum), probability, dprobability
 
+    def _by_guide(self, x: Tensor, dx: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """p, the mean by the softmax of a guide, and its error; writes the guide's shares."""
+        u, t = inputs.guide_queries, inputs.guide_keys
+        assert u is not None and t is not None
+        u, t = u.to(x.dtype), t.to(x.dtype)
+        y, z_sum = u @ t.T, (1 + math.sqrt(u.shape[1]) / 4) * (u.abs() @ t.abs().T)
+        s = y.logsumexp(1, keepdim=True)
+        dy = self.operand * (u.square() @ t.square().T).sqrt() + self.v * (z_sum + y.abs() + s.abs() + self.long_sum)
+        dy = dy.clamp(max=1.0)
+        self.positive = (y - s).exp()
+        self.dpositive = self.positive * (dy + (self.positive * dy).sum(1, keepdim=True) + self.v) + self.smallest
+        p = (self.positive * x).sum(1)
+        own = (self.positive * (dx + self.v * (4 + self.long_sum) * x.abs())).sum(1)
+        return p, own + (self.dpositive * (x - p[:, None]).abs()).sum(1)
+
     def _of_positives(self, x: Tensor, dx: Tensor, at: Tensor, p: Tensor, softmax: bool) -> Tensor:
         """The error of p, a statistic of the positives `at`; writes their shares, which are all alike in a mean."""
         if softmax:
@@ -452,11 +471,12 @@ class _OfQueries:
 
 
 def _of_combined(
-    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor, traits: Traits
-) -> _Errors:
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor, traits: Traits,
+    operand: float,
+) -> _Errors:  # fmt: skip
     """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
     the intervals of its sum, its positive and its own numbers, and by FUNCTION_ROUNDINGS."""
-    of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits)
+    of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, operand)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
     second, dsecond = (each[6] if traits.second else torch.zeros_like(weight) for each in (of.values, of.errors))
@@ -472,7 +492,9 @@ def _of_combined(
         dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
         dg += (dsecond + cancels)[:, None] * of.second
     g = smooth + slope[:, None] * of.positive
-    if traits.several:  # positives, of which there may be many, round alike, and so do all other pairs
+    if traits.guide:  # all pairs round alike
+        smooth = g
+    elif traits.several:  # positives, of which there may be many, round alike, and so do all other pairs
         smooth = smooth.masked_fill(inputs.are_positive(mathematics.POSITIVES), 0.0)
     dg += dslope[:, None] * of.positive + slope.abs()[:, None] * of.dpositive
     dterms += statistics.smallest_normal

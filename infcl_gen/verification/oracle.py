@@ -22,7 +22,8 @@ SLICE_ROWS = 2048
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
     for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
-    (M,), negatives (M, H, D), query_scale (M,) and key_scale (N,) for losses with them."""
+    (M,), negatives (M, H, D), query_scale (M,) and key_scale (N,) for losses with them; guide_queries (M, D) and
+    guide_keys (N, D) for losses with a guide."""
 
     q: Tensor
     k: Tensor | None
@@ -35,6 +36,8 @@ class Inputs(NamedTuple):
     negatives: Tensor | None = None
     query_scale: Tensor | None = None
     key_scale: Tensor | None = None
+    guide_queries: Tensor | None = None
+    guide_keys: Tensor | None = None
 
     @property
     def given(self) -> dict[str, Tensor | None]:
@@ -44,8 +47,9 @@ class Inputs(NamedTuple):
 
     def of_rank(self, rows: slice, keys: slice) -> "Inputs":
         """The part of some queries and some keys; labels stay those of all keys."""
-        of_queries = ("q", "labels", "query_ids", "query_weight", "negatives", "query_scale")
-        sides = {name: rows for name in of_queries} | {name: keys for name in ("k", "key_ids", "key_scale")}
+        of_queries = ("q", "labels", "query_ids", "query_weight", "negatives", "query_scale", "guide_queries")
+        of_keys = ("k", "key_ids", "key_scale", "guide_keys")
+        sides = {name: rows for name in of_queries} | {name: keys for name in of_keys}
         return self._replace(**{
             name: x[side] for name, side in sides.items() if (x := getattr(self, name)) is not None
         })  # fmt: skip
@@ -98,6 +102,8 @@ class Inputs(NamedTuple):
 
     def are_positive(self, positives: str) -> Tensor:
         """Which pairs are a query and its positive, (M, N), for a loss with these `positives`."""
+        if positives == "none":
+            return torch.zeros(len(self.q), len(self.others), dtype=torch.bool, device=self.q.device)
         if positives == "id":
             same_id = self.same_id()
             assert same_id is not None
@@ -105,10 +111,16 @@ class Inputs(NamedTuple):
         keys = torch.arange(len(self.others), device=self.q.device)
         return self.positives()[:, None] == keys
 
-    def classes(self, positives: str) -> tuple[Tensor, ...]:
-        """What `loss_of_logits` takes besides logits."""
-        same_id = self.same_id()
-        return (*((self.positives(),) if positives == "label" else ()), *(() if same_id is None else (same_id,)))
+    def classes(self, positives: str, products: torch.dtype, result: torch.dtype) -> tuple[Tensor, ...]:
+        """What `loss_of_logits` takes besides logits, with similarities of a guide as `guided` has them."""
+        found = self.positives() if positives == "label" else None, self.same_id(), self.guided(products, result)
+        return tuple(each for each in found if each is not None)
+
+    def guided(self, products: torch.dtype, result: torch.dtype) -> Tensor | None:
+        """The guide's similarities, (M, N), multiplied in one dtype and of another; None without a guide."""
+        if self.guide_queries is None or self.guide_keys is None:
+            return None
+        return (self.guide_queries.to(products) @ self.guide_keys.to(products).T).to(result)
 
 
 def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
@@ -130,7 +142,7 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     q, k = inputs.scaled(q, k, statistics)
     z = (q @ (q if k is None else k).T).to(statistics)
     x, own = mathematics.logit(z, scale, bias), inputs.vectors(mathematics, q, scale, bias, q.dtype)
-    taken = (x, *inputs.classes(mathematics.POSITIVES), *own)
+    taken = (x, *inputs.classes(mathematics.POSITIVES, q.dtype, statistics), *own)
     return _gradients(mathematics.loss_of_logits(*taken, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
 
@@ -154,6 +166,10 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
     def statistics(rows: Tensor, at: Tensor, *classes: Tensor) -> tuple[Tensor, ...]:
         x = mathematics.logit((rows @ others.T).to(factor.dtype), factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
+        if inputs.guide_queries is not None:
+            y = inputs._replace(guide_queries=inputs.guide_queries[at]).guided(features, x.dtype)
+            assert y is not None
+            return x.logsumexp(1), (y.softmax(1) * x).sum(1)
         if several:
             same_id = part._replace(key_ids=ids if k is None else inputs.key_ids).same_id()
             assert same_id is not None
@@ -172,6 +188,11 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
     found = [checkpoint(work, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
     if pairs:
         return _gradients(torch.stack(found).sum() / len(q), leaves)
+    if inputs.guide_queries is not None:
+        r, p = (torch.cat(each) for each in zip(*found, strict=True))
+        own = inputs.vectors(mathematics, q, factor, bias, features)
+        rest = numbers_of_rows(mathematics, r, factor, bias, len(q), len(others), own)
+        return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
     if several:
         r, found_any, n, p = (torch.cat(each) for each in zip(*found, strict=True))
         own = inputs.vectors(mathematics, q, factor, bias, features)
@@ -231,7 +252,7 @@ def numbers_of_rows(
 def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tensor:
     """The "term" or "slope" of each pair (M, N) by its class, from the logits and a package's loss.py."""
     values: Tensor = getattr(mathematics, f"pair_{name}")(x)
-    placed = mathematics.POSITIVES != "id"
+    placed = mathematics.POSITIVES in ("diagonal", "label")
     if (same_id := inputs.same_id()) is not None:
         values = torch.where(same_id, getattr(mathematics, f"{'same_id' if placed else 'positive'}_{name}")(x), values)
     if placed:

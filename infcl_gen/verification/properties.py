@@ -59,7 +59,7 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
     own = (*traits.vectors, *traits.scaled)
-    return tensors(case, traits.positives, device, traits.ids, traits.triangle, own)
+    return tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guide)
 
 
 def tensors(
@@ -69,6 +69,7 @@ def tensors(
     with_ids: bool = False,
     one_sided: bool = False,
     vectors: Sequence[str] = (),
+    guided: bool = False,
 ) -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M.
 
@@ -111,7 +112,7 @@ def tensors(
     q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
     if with_ids and not one_sided:
         ids = _ids(case, generator)
-    given = (labels, *ids, *_vectors(case, q, generator, vectors))
+    given = (labels, *ids, *_vectors(case, q, generator, vectors), *(_guides(case, generator) if guided else ()))
     others = None if one_sided else k
     return Inputs(q, others, case.scale, case.bias, *(None if x is None else x.to(device) for x in given))
 
@@ -134,6 +135,14 @@ def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequenc
         key_scale = torch.exp2(2 * torch.rand(case.keys, generator=generator) - 1)
         key_scale[3::7] = 0.0
     return weight, negatives, query_scale, key_scale
+
+
+def _guides(case: Case, generator: torch.Generator) -> list[Tensor]:
+    """What a guide has for queries and keys: by seed its similarities are some apart, all alike, or up to 900."""
+    shapes, factor = ((case.queries, case.dim), (case.keys, case.dim)), (4.0, 1e-3, 30.0)[case.seed % 3]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    features = (factor * torch.nn.functional.normalize(x, eps=1e-6) for x in drawn)
+    return [_laid_out(x.to(DTYPES[case.dtype]), case.layout, "cpu") for x in features]
 
 
 def _ids(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:

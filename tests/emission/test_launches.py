@@ -25,6 +25,7 @@ PROBLEMS = {
     "two sums of a triangle": {"loss": "hard_negative"},
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
+    "guide": {"loss": "distill"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

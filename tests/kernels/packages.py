@@ -139,7 +139,7 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
         wide = str(min(64, padded_dim(made.dim)))
         chosen |= {"forward.depth": wide}
         # Sums over pairs have no such kernel, nor have losses with any number of positives.
-        if not made.loss.startswith(("siglip", "pairs", "supcon", "infonce_out", "infonce_in")):
+        if not made.loss.startswith(("siglip", "pairs", "supcon", "infonce_out", "infonce_in", "distill")):
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy in ("stash", "rows"):  # the forward's tiles are those of the gradient
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}

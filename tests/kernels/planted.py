@@ -62,6 +62,8 @@ TWO_SUMS, TWO_SUMS_OF_ROWS = Made("panel", "hard_keys"), Made("panel", "hard_neg
 TWO_SUMS_OF_A_RING = Made("panel", "hard_negative", devices=4, settings=(("transport", "ring"),))
 MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
+GUIDED = Made("panel", "distill")
+GUIDED_IN_A_RING = Made("panel", "distill", devices=4, settings=(("transport", "ring"),))
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
@@ -950,6 +952,43 @@ BUGS: dict[str, Bug] = {
         checks.numerics,
         (Case(129, 120, 0, scale=14.3, seed=0),),
         "dq",
+    ),
+    "absent keys have a share of a guide's softmax": Bug(
+        GUIDED,
+        (("kernels.py", 'tl.where((columns < keys)[None, :], guide, float("-inf"))', "guide + 0.0"),),
+        checks.numerics,
+        (case(),),
+        "loss|dq",
+    ),
+    "parts of a guide's mean have one exponent": Bug(
+        GUIDED,
+        (("kernels.py", "tl.sum(part_w * below, axis=0)", "tl.sum(part_w, axis=0)"),),
+        checks.numerics,
+        (dataclasses.replace(case(), seed=3),),
+        "loss",
+    ),
+    "a guide's softmax in base 2": Bug(
+        GUIDED,
+        (("kernels.py", "GRADIENT_DEPTH, False, WIDEN) * LOG2E", "GRADIENT_DEPTH, False, WIDEN)"),),
+        checks.numerics,
+        (dataclasses.replace(case(), seed=3),),
+        "dq",
+    ),
+    "a guide's slope is forgotten": Bug(
+        GUIDED, (("kernels.py", "(total / positive_slope)", "total"),), checks.numerics, (case(),), "dq"
+    ),
+    "keys of a guide do not travel": Bug(
+        GUIDED_IN_A_RING,
+        (
+            (
+                "_runtime/engine.py",
+                'guides = trip["guide keys"] if traits.guide else None',
+                "guides = self.call.guide_keys",
+            ),
+        ),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
     ),
     "a row and itself have a gradient by their id": Bug(
         SHARES_OF_ROWS,

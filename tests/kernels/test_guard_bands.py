@@ -31,6 +31,8 @@ PACKAGES = {
     "several of a triangle": Made("panel", "supcon_in"),
     "several of a triangle, fp32": Made("panel", "supcon_out", "fp32", dim=8),
     "several, pointers": Made("panel", "infonce_in", "fp16", settings=(("descriptors", "off"),)),
+    "guide": Made("panel", "distill"),
+    "guide, fp32": Made("panel", "distill", "fp32", dim=8),
     "ids left out": Made("panel", "clip_without_ids"),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
@@ -57,7 +59,7 @@ def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> N
     "name",
     [
         *("panel", "fused", "stash", "triangle", "combined triangle", "several of a triangle", "several, pointers"),
-        *("two sums of a triangle", "two sums, pointers"),
+        *("two sums of a triangle", "two sums, pointers", "guide"),
     ],
 )
 def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> None:
@@ -66,5 +68,6 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 
 def test_the_cpu_target() -> None:
-    for loss in ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out"):
+    losses = ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out", "distill")
+    for loss in losses:
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in range(1, 131, 3)])

@@ -15,6 +15,7 @@ from infcl_gen.losses import CLIP, INFONCE, SIGLIP, LossError, LossSpec, derive,
 from infcl_gen.losses.language import (
     bias,
     exp,
+    guide,
     is_positive,
     is_self,
     key_scale,
@@ -23,6 +24,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
+    mean_by_softmax,
     mean_of_keys,
     mean_of_queries,
     mean_over_keys,
@@ -273,6 +275,42 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "supcon_with_a_margin": (
         spec(mean_over_queries(logsumexp_over_keys(X - is_positive) - mean_over_positives(X)), "id"),
         "a logit with is_positive has no kernel yet beside positives='id'",
+    ),
+    "a guide beside a positive": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) - mean_by_softmax(X, guide)), "diagonal"),
+        r"mean_by_softmax\(x, guide\) has a kernel without positives alone: write positives='none'",
+    ),
+    "a positive of no query": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - positive(X)), "none"),
+        "positives='none' says that no key is a positive",
+    ),
+    "no positive and no guide": (
+        spec(mean_over_queries(logsumexp_over_keys(X)), "none"),
+        r"positives='none' has no kernel without a mean by a guide: add mean_by_softmax\(x, guide\)",
+    ),
+    "a guide that is scaled": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(X, 2 * guide)), "none"),
+        "has a kernel where it is `guide`: scale the guide's features instead",
+    ),
+    "a guide of both sides": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(X, guide))
+            + mean_over_keys(logsumexp_over_queries(X)),
+            "none",
+        ),
+        "positives='none' has no kernel yet beside mean_over_keys",
+    ),
+    "a guide of another logit": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(z, guide)), "none"),
+        "mean_by_softmax has kernels for one logit",
+    ),
+    "pairs without positives": (
+        spec(sum_over_pairs(softplus(X)) / queries, "none"),
+        "sum_over_pairs has no kernel yet beside positives='none'",
+    ),
+    "a guide in a logit": (
+        spec(mean_over_queries(logsumexp_over_keys(X + guide) - positive(X + guide))),
+        "write it with z, scale and bias alone",
     ),
     "a mean of one positive": (
         spec(mean_over_queries(logsumexp_over_keys(X) - mean_over_positives(X)), "label"),

@@ -63,6 +63,14 @@ EXPECTED = {
         classes=IDS,
         strips=3,
     ),
+    "distill": Traits(
+        query_statistics=("logsumexp", "mean_by_guide"),
+        key_statistics=NONE,
+        known="row",
+        positives="none",
+        combined=True,
+        held=18,
+    ),
     "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),
 }
 

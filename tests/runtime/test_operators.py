@@ -56,7 +56,7 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
     wide, narrow = torch.float32, torch.bfloat16
     for dtypes in ((wide, wide), (wide, narrow), (narrow, wide), (narrow, narrow)):
         q, k, scale = (x.detach() for x in drawn(*dtypes))
-        call = (q, k, scale, torch.tensor(0.0), *[None] * 4)
+        call = (q, k, scale, torch.tensor(0.0), *[None] * 6)
         options = ("", "mean", "mean", "first", "none")
         loss, *saved = operators.forward(*call, *options, 15)
         dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options, 15)
@@ -72,6 +72,7 @@ def operators_are_well_formed(package: ModuleType) -> None:
     operators, traits = package.ContrastiveLoss._package.operators, package.ContrastiveLoss._package.traits
     labelled, ids = traits.labels, traits.ids
     of_pairs = (None, torch.arange(20).flip(0) if labelled else None, *[torch.arange(20) // 3 if ids else None] * 2)
+    of_pairs += tuple(x.detach() for x in drawn(torch.bfloat16, torch.bfloat16)[:2]) if traits.guide else (None, None)
     options = ("", "mean", "mean", "first", "given" if labelled else "none")
     bias = torch.tensor(0.0, requires_grad=True)
     for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
@@ -129,7 +130,7 @@ def test_operators(packages: Packages, check: str) -> None:
     CHECKS[check](packages("clip", dtype="bf16"))
 
 
-@pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids"])
+@pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids", "distill"])
 def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss: str) -> None:
     operators_are_well_formed(packages(loss, dtype="bf16"))
 

@@ -116,11 +116,11 @@ def test_operators_are_well_formed(packages: Packages) -> None:
         x.clone().requires_grad_()
         for x in (X, X, torch.tensor(2.0).double(), torch.tensor(0.0).double(), torch.stack((W, W)))
     ]
-    rest = (None, None, None, "", "mean", "mean", "first", "none")
+    rest = (*[None] * 5, "", "mean", "mean", "first", "none")
     torch.library.opcheck(operators.forward, (*call, *rest, 31))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 31)
-        arguments = (torch.ones_like(loss), *(x.detach() for x in call), *rest[:3], *saved, *rest[3:], 31)
+        arguments = (torch.ones_like(loss), *(x.detach() for x in call), *rest[:5], *saved, *rest[5:], 31)
     torch.library.opcheck(operators.backward, arguments)
 
 

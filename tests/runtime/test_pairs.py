@@ -55,9 +55,9 @@ def test_a_loss_scale_keeps_the_digits_of_small_gradients(packages: Packages, up
 def test_nothing_is_kept_without_gradients(packages: Packages) -> None:
     package, leaves = packages("siglip", "fp32"), drawn("fp32")
     operators = package.ContrastiveLoss._package.operators
-    options = (*[None] * 4, "", "mean", "mean", "first", "none")
+    options = (*[None] * 6, "", "mean", "mean", "first", "none")
     loss, *kept = operators.forward(*(x.detach() for x in leaves), *options, 0)
-    assert [x.numel() for x in kept] == [0] * 6
+    assert [x.numel() for x in kept] == [0] * 7
     with torch.no_grad():
         assert torch.equal(loss, package.contrastive_loss(*leaves))
     loss, *kept = operators.forward(*(x.detach() for x in leaves), *options, 0b1111)

@@ -153,7 +153,7 @@ def batch(seed: int, ids: bool = False, **options: str) -> Call:
     scale, bias = (torch.tensor(float(value), dtype=torch.float64) for value in (seed, -seed))
     labels = torch.randint(5, (5,), generator=generator) if options.get("labelling") == "given" else None
     query_ids, key_ids = (torch.randint(4, (5,), generator=generator) if ids else None for _ in range(2))
-    return Call(q, k, scale, bias, None, labels, query_ids, key_ids, Options(**options))
+    return Call(q, k, scale, bias, None, labels, query_ids, key_ids, options=Options(**options))
 
 
 def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

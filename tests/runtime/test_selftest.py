@@ -71,7 +71,7 @@ def test_results_that_are_a_little_too_large_fail(
     module = importlib.import_module(f"{package.__name__}._runtime.api")
 
     def compute(*arguments: Any, by: float = factor) -> tuple[Tensor, ...]:
-        results = module.loss_and_grads(package.ContrastiveLoss._package, *arguments, *[None] * 4, module.Options())
+        results = module.loss_and_grads(package.ContrastiveLoss._package, *arguments, *[None] * 6, module.Options())
         found = dict(zip(QUANTITIES, results, strict=True))
         found[quantity] = (found[quantity].float() * by).to(found[quantity].dtype)
         return tuple(found.values())

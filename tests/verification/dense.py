@@ -28,6 +28,8 @@ def dense_loss(
     negatives: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
+    guide_queries: Tensor | None = None,
+    guide_keys: Tensor | None = None,
 ) -> Tensor:
     """A loss as its definition says it, over all pairs, differentiable, in the dtype of its arguments.
 
@@ -43,7 +45,8 @@ def dense_loss(
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
     logit. "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
-    the fourth root of the sum of e^(x/2) over that of e^x). Losses of one side follow in
+    the fourth root of the sum of e^(x/2) over that of e^x). "distill" is the first cross-entropy of OpenCLIP's
+    `DistillClipLoss.dist_loss`, with the guide's similarities as the teacher's logits. Losses of one side follow in
     `_dense_of_rows`, those with any number of positives in `_dense_of_ids`. "tempered_" before a name: the
     similarities of each query, and of each key, are multiplied by numbers of their own.
     """
@@ -61,6 +64,10 @@ def dense_loss(
         return _dense_of_ids(name[-3:], scale * (q @ k.T) + bias, same_id, torch.ones_like(same_id))
     if k is None:
         return _dense_of_rows(name, q @ q.T, scale, bias, labels)
+    if name == "distill":
+        assert guide_queries is not None and guide_keys is not None
+        teacher = guide_queries.to(q) @ guide_keys.to(q).T
+        return -(teacher.softmax(dim=1) * (scale * (q @ k.T) + bias).log_softmax(dim=1)).sum(dim=1).mean(dim=0)
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias
@@ -193,12 +200,15 @@ def dense(
     negatives: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
+    guide_queries: Tensor | None = None,
+    guide_keys: Tensor | None = None,
     factor: float = 1.0,
 ) -> LossAndGrads:
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    loss = dense_loss(name, *leaves, labels, query_ids, key_ids, query_weight, negatives, query_scale, key_scale)
+    own = query_weight, negatives, query_scale, key_scale, guide_queries, guide_keys
+    loss = dense_loss(name, *leaves, labels, query_ids, key_ids, *own)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
     gradients: list[Any] = [x if x is None else next(found) for x in leaves]
@@ -244,6 +254,8 @@ def by_shares(
     negatives: torch.Tensor | None = None,
     query_scale: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
+    guide_queries: torch.Tensor | None = None,
+    guide_keys: torch.Tensor | None = None,
     positive_share: float | None = None,
 ) -> LossAndGrads:
     """What a correct kernel computes: the derived gradient in the statistics' dtype, g rounded to the features'."""
@@ -256,7 +268,8 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    assert (query_ids, key_ids, query_weight, negatives, query_scale, key_scale) == (None,) * 6
+    given = (query_ids, key_ids, query_weight, negatives, query_scale, key_scale, guide_queries, guide_keys)
+    assert given == (None,) * 8
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

@@ -27,6 +27,7 @@ from .traits import Traits
 from .warmup import warm_up
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
+_GUIDES = "guide_queries", "guide_keys"
 _OWN = {
     "query_weight": "weights of queries", "negatives": "negatives of single queries",
     "query_scale": "scales of single queries", "key_scale": "scales of single keys",
@@ -163,6 +164,8 @@ class ContrastiveLoss(nn.Module):
         negatives: Tensor | None = None,
         query_scale: Tensor | None = None,
         key_scale: Tensor | None = None,
+        guide_queries: Tensor | None = None,
+        guide_keys: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
         if not isinstance(output_dict, bool):
@@ -170,8 +173,8 @@ class ContrastiveLoss(nn.Module):
         if self.world_size is not None or self.rank is not None:
             self._check_world()
         features, numbers = (image_features, text_features), (logit_scale, logit_bias)
-        own = query_weight, negatives, query_scale, key_scale
-        loss = self._loss(*features, *numbers, own, labels, query_ids, key_ids, self.options)
+        own, of_pairs = (query_weight, negatives, query_scale, key_scale), (labels, query_ids, key_ids)
+        loss = self._loss(*features, *numbers, own, *of_pairs, guide_queries, guide_keys, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _loss(self, *arguments: Any) -> Tensor:
@@ -209,7 +212,7 @@ def accepted(package: Package, call: Call) -> Call:
 
     Raises TypeError or ValueError for the first wrong argument.
     """
-    q, k, scale, bias, passed, labels, query_ids, key_ids, options = call
+    q, k, scale, bias, passed, labels, query_ids, key_ids, guide_queries, guide_keys, options = call
     _check_choices(options)
     names = options.names
     if package.traits.triangle:
@@ -225,6 +228,7 @@ def accepted(package: Package, call: Call) -> Call:
             call = call._replace(key_ids=key_ids)
     _check_features(package, call)
     _check_ids(package, call)
+    _check_guides(package, call)
     _check_vectors(package, call)
     if labels is not None:
         _check_labels(package, q, labels)
@@ -236,7 +240,7 @@ def accepted(package: Package, call: Call) -> Call:
     bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
     q, k = (x if a is None else scaled(x, a) for x, a in zip((q, k), _scales(package, passed), strict=True))
     vectors = _vectors(package, q, scale, bias, *passed[:2]) if package.traits.vectors else None
-    return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, options)
+    return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, guide_queries, guide_keys, options)
 
 
 def _check_choices(options: Options) -> None:
@@ -317,6 +321,8 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
+    if package.traits.positives == "none":
+        raise ValueError(f"{package.loss_name} has no positives: it takes no labels")
     if not package.traits.placed:
         own, others = ("a row", "rows") if package.traits.triangle else ("a query", "keys")
         raise ValueError(f"the positives of {package.loss_name} are the {others} of {own}'s id: it takes no labels")
@@ -355,6 +361,32 @@ def _check_ids(package: Package, call: Call) -> None:
         if not fits:
             raise ValueError(f"{expected}, not {ids.dtype} of shape {_shape(ids)}")
         raise ValueError(f"{expected}, not on {ids.device}")  # a copy from the host would wait for the device
+
+
+def _check_guides(package: Package, call: Call) -> None:
+    given = zip(_GUIDES, call.guides, (call.q, call.k), strict=True)
+    for name, guide, x in given:
+        if not package.traits.guide:
+            if guide is not None:
+                raise ValueError(f"{package.loss_name} has no guide: {name} must be None")
+            continue
+        expected = f"{name} must be a dense tensor of {package.dtype}, {_shape(x)}, on {x.device}"
+        if guide is None:
+            raise ValueError(f"{package.loss_name} needs {name}: {expected}")
+        if not isinstance(guide, Tensor):
+            raise TypeError(f"{expected}, not {type(guide).__name__}")
+        if guide.is_nested or guide.layout != torch.strided:
+            raise ValueError(f"{expected}, not {'nested' if guide.is_nested else guide.layout}")
+        if guide.shape != x.shape:
+            padded = ": pad the narrower of features and guide by zeros, which change no product"
+            narrow = guide.dim() == 2 and guide.shape[0] == x.shape[0]
+            raise ValueError(f"{expected}, not of shape {_shape(guide)}{padded * narrow}")
+        if guide.dtype != package.dtype:
+            raise ValueError(f"{expected}, not of {guide.dtype}: cast it")
+        if guide.device != x.device:
+            raise ValueError(f"{expected}, not on {guide.device}")
+        if guide.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and a guide has none: pass {name}.detach()")
 
 
 def _check_vectors(package: Package, call: Call) -> None:

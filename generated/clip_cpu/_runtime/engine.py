@@ -290,7 +290,7 @@ def new_saved(
     vectors = q.new_empty((len(package.traits.vectors), q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
     if package.at_once(ranks):
         dq, dk, scalars, ids = _new_gradients(package, q, k, gradients, unrounded, later)
-        return Saved(dq, dk, scalars, ids, vectors, sizes)
+        return Saved(dq, dk, scalars, ids, k.new_empty((0, k.shape[1]), dtype=package.dtype), vectors, sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -300,11 +300,13 @@ def new_saved(
         elif table.keeps:
             stash, columns = (room, package.dim), columns + room
     kept_ids = stash[0] if stash and package.traits.ids and ranks > 1 else 0
+    guides = stash[0] if stash and package.traits.guide and ranks > 1 else 0
     return Saved(
         _new_statistics(package, q),
         q.new_empty((2, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
         q.new_empty((kept_ids, 1), dtype=torch.int64),
+        q.new_empty((guides, k.shape[1]), dtype=package.dtype),
         vectors,
         sizes,
     )
@@ -359,15 +361,18 @@ class _Sweep:
         """Parts of the sum of M * dL/dx over all pairs, or what `_slopes_of_rows` has."""
         return _slopes_of_rows(self.package, self.positive) if self.sums is None else self.sums[1]
 
-    def block(self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None) -> Block:
+    def block(
+        self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None, guide_keys: Tensor | None = None
+    ) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
         counts = sum(self.layout.rows), sum(self.layout.keys)
         found = (self.queries, keys, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
-        return Block(q, k, scale, bias, self.positives, first, *found)
+        block = Block(q, k, scale, bias, self.positives, first, *found)
+        return block._replace(guide_queries=self.call.guide_queries, guide_keys=guide_keys)
 
     def own_block(self) -> Block:
-        block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids)
+        block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids, self.call.guide_keys)
         if not self.package.traits.triangle:
             return block
         labels = self.labels if self.package.traits.labels else None
@@ -405,7 +410,9 @@ class _Sweep:
                 yield self.own_block() if owner == self.layout.rank else self.block_of_rows(owner, trip)
             else:
                 statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
-                yield self.block(owner, trip["keys"], statistics, trip["key ids"].view(-1) if traits.ids else None)
+                ids = trip["key ids"].view(-1) if traits.ids else None
+                guides = trip["guide keys"] if traits.guide else None
+                yield self.block(owner, trip["keys"], statistics, ids, guides)
 
 
 def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
@@ -639,13 +646,15 @@ def sweep_above_diagonal(package: Package, call: Call, saved: Saved) -> None:
 
 
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
-    """The tensors of a trip; those kept for backward are `of_keys`, `stash` and `ids` of `Saved`."""
+    """The tensors of a trip; those kept for backward are `of_keys`, `stash`, `ids` and `guides` of `Saved`."""
     package, layout, k, stash, statistics = sweep.package, sweep.layout, sweep.call.k, sweep.stash, sweep.saved.of_keys
-    schedule, keys, ids = package.schedule, k.shape[0], sweep.saved.ids
+    schedule, keys, ids, guides = package.schedule, k.shape[0], sweep.saved.ids, sweep.saved.guides
     dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
     own = {"keys": k}
     if sweep.key_ids is not None:
         own["key ids"] = sweep.key_ids[:, None]
+    if sweep.call.guide_keys is not None:
+        own["guide keys"] = sweep.call.guide_keys
     if package.traits.has_keys:
         own["key statistics"] = panel_columns(statistics, 0, keys)
     if package.traits.triangle:
@@ -657,7 +666,8 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
             total = sum(layout.keys)
             stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2, total))
             ids = ids.new_empty((total * package.traits.ids, 1))
-        kept = {"keys": stash, "key statistics": statistics, "key ids": ids}
+            guides = guides.new_empty((total * package.traits.guide, package.dim))
+        kept = {"keys": stash, "key statistics": statistics, "key ids": ids, "guide keys": guides}
         if package.traits.triangle:
             kept = {"keys": stash} | ({"key ids": ids} if package.traits.ids else {})
         return Tensors(own, kept, dtypes, lambda parts, sums: schedule.merge_ranks(parts, view(sums)))
@@ -665,6 +675,7 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
         return Tensors(own, {}, dtypes)
     largest = max(layout.keys)
     kept = {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest], "key ids": ids[:largest]}
+    kept["guide keys"] = guides[:largest]
     return Tensors(own, kept, dtypes)
 
 

@@ -19,9 +19,10 @@ from .package import ALL, KEYS, QUERIES, SCALARS, Call, Options, Package, Saved,
 
 # Schemas of the operators: the fields of Call, of Options those that a call may choose, and of Saved.
 _CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? vectors, "
-_CALL += "Tensor? labels, Tensor? query_ids, Tensor? key_ids"
+_CALL += "Tensor? labels, Tensor? query_ids, Tensor? key_ids, Tensor? guide_queries, Tensor? guide_keys"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
-_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor of_vectors, Tensor layout"
+_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor guides, Tensor of_vectors, "
+_SAVED += "Tensor layout"
 _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _RESULTS = "Tensor dq, Tensor dk, Tensor dscale, Tensor dbias"  # (0,) for those not wanted
 _BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}, int gradients) -> ({_RESULTS}"

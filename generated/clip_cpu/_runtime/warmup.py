@@ -52,9 +52,10 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
     vectors = None if call.vectors is None else call.vectors[:, : len(q)]
     labels = None if call.labels is None else torch.arange(len(q), device=q.device) % len(k)
     query_ids, key_ids = (None if ids is None else ids[: len(x)] for ids, x in zip(call.ids, (q, k), strict=True))
+    u, v = (None if each is None else each[: len(x)] for each, x in zip(call.guides, (q, k), strict=True))
     options = call.options._replace(group_name=ALONE)
     with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
-        sample = Call(q, k, call.scale, call.bias, vectors, labels, query_ids, key_ids, options).cast(package)
+        sample = Call(q, k, call.scale, call.bias, vectors, labels, query_ids, key_ids, u, v, options).cast(package)
         _, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
         if gradients:
             engine.backward(package, sample, saved, torch.ones((), device=q.device), gradients)
