@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "96c194c0b7abbe1ab06cb8e2b7a3f07fec0d0bec0f44766840f98320aed32992",
+    "digest": "caef7e8ba0649ffd088890e9d39b599b9f42dea627d2f391132d601a27ec982a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "e49452a50b004c502ce4b7c4fd3f03a0322c7bf4d4be7cbb5d065b91ab12ee92",
+    "digest": "c69748c314d2966547e17e1eff9133aa53ccb66780db73c6eda871c9d34d124e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

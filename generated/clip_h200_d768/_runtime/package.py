@@ -107,6 +107,8 @@ class Call(NamedTuple):
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
     query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id; of a
                          triangle one tensor, passed as query_ids
+    guide_queries, guide_keys   (m, D) and (n, D), any strides, of the package's dtype, on that device, without
+                         gradients; None unless the loss has a guide
     """
 
     q: Tensor
@@ -117,6 +119,8 @@ class Call(NamedTuple):
     labels: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
+    guide_queries: Tensor | None = None
+    guide_keys: Tensor | None = None
     options: Options = Options()
 
     @property
@@ -127,6 +131,10 @@ class Call(NamedTuple):
     @property
     def ids(self) -> tuple[Tensor | None, Tensor | None]:
         return self.query_ids, self.key_ids
+
+    @property
+    def guides(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.guide_queries, self.guide_keys
 
     def cast(self, package: Package, features: bool = True) -> Call:
         """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped.
@@ -153,6 +161,7 @@ class Saved(NamedTuple):
                 if it stays in a recording (replay.py)
     ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
                 ranks' keys; else (0, 1)
+    guides      (columns, D): what the guide has for these keys, likewise; else (0, D)
     of_vectors  (V, m): the gradients of `Call.vectors`, for an upstream gradient of 1
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
@@ -166,6 +175,7 @@ class Saved(NamedTuple):
     of_keys: Tensor
     stash: Tensor
     ids: Tensor
+    guides: Tensor
     of_vectors: Tensor
     layout: Tensor
 
@@ -184,10 +194,12 @@ class Block(NamedTuple):
                         of positives' logits, number of positives; of a log-sum-exp mantissa, number, and last exponent.
                         After `combine` first g of each positive, or that mantissa over the slope; the exponent stays.
                         With `Traits.second` the last two are the second log-sum-exp of each query
+                        By a guide: mantissa and exponent are those of its sum, and a mean of logits is the number
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
                         loss has none
     counts              queries and keys of the whole batch
+    guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
 
@@ -215,6 +227,8 @@ class Block(NamedTuple):
     key_labels: Tensor | None = None
     first_query: int = 0
     own: bool = False
+    guide_queries: Tensor | None = None
+    guide_keys: Tensor | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -248,6 +262,8 @@ class Block(NamedTuple):
             None if self.key_positive is None else panel_columns(self.key_positive, key0, keys),
             None if self.key_labels is None else panel(self.key_labels, key0, keys),
             self.first_query + row0, self.own,
+            None if self.guide_queries is None else panel(self.guide_queries, row0, rows),
+            None if self.guide_keys is None else panel(self.guide_keys, key0, keys),
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:

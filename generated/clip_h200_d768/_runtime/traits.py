@@ -21,11 +21,12 @@ class Traits:
     query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"; beside it
                       "logsumexp_of_multiple", where the logits are multiplied by a constant; or of its positives alone,
                       of which there may be any number, "mean_over_positives" or "logsumexp_over_positives"; with one
-                      of these they are counted, and a query without adds nothing
+                      of these they are counted, and a query without adds nothing; or "mean_by_guide", its mean by the
+                      softmax of a second similarity, a guide's
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
-                      keys of its id, of which there may be none
+                      keys of its id, of which there may be none; "none": no key
     combined          whether the term of a query combines its statistic and its positive in another way than by
                       constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
                       kernel between the sweeps then makes the weight of its row
@@ -97,7 +98,7 @@ class Traits:
     @property
     def placed(self) -> bool:
         """Whether a query has one positive, which is found by its place."""
-        return self.positives != "id"
+        return self.positives in ("diagonal", "label")
 
     @property
     def ids(self) -> bool:
@@ -106,8 +107,8 @@ class Traits:
 
     @property
     def several(self) -> bool:
-        """Whether a query's term has a statistic of its positives, of which there may be any number."""
-        return any(kind.endswith("_over_positives") for kind in self.query_statistics)
+        """Whether a query's term has a statistic of its positives, of which there may be any number, or by a guide."""
+        return self.guide or any(kind.endswith("_over_positives") for kind in self.query_statistics)
 
     @property
     def second(self) -> bool:
@@ -118,6 +119,11 @@ class Traits:
     def two_statistics(self) -> bool:
         """Whether tiles are reduced twice: for a query's log-sum-exp, and for a statistic beside it."""
         return len(self.query_statistics) > 1
+
+    @property
+    def guide(self) -> bool:
+        """Whether a call gives a guide's features of both sides, whose similarities weigh the logits of a query."""
+        return "mean_by_guide" in self.query_statistics
 
     @property
     def softmax_of_positives(self) -> bool:
