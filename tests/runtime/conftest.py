@@ -10,9 +10,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import infcl_gen
+from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.properties import Case
 from tests.kernels.planted import Edit, plant
+from tests.runtime.pool import Pool, results
+from tests.verification.dense import dense
 
 SOFT_CAPPED = """
 from infcl_gen.losses.language import *
@@ -148,6 +153,30 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
     yield get
     sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def over_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """`over_processes(loss, transport, rows, draw)`: on three ranks of gloo with so many rows each, the average of what
+    they find is the formula by hand. `draw`: the input of all of a case."""
+    folder, ranks = tmp_path_factory.mktemp("over_processes"), (0, 1, 2)
+    pool = Pool(3, folder)
+
+    def check(loss: str, transport: str, rows: list[int], draw: Callable[[Case], Inputs]) -> None:
+        case = Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1)
+        if not (folder / (name := f"{loss}_{transport}")).exists():
+            how = {"batch_size": 12, "dim": 8, "dtype": "fp64", "target": "cpu", "devices": 3}
+            infcl_gen.generate(loss=loss, output=folder / name, **how, set={"transport": transport, "panel_rows": "64"})
+        parts = results(pool.run("own_gradients", ranks, package=name, ranks=ranks, rows=rows, keys=rows, case=case))
+        truth = [x for x in dense(loss, *draw(case)) if x is not None]
+        found = [
+            torch.cat(each) / 3 if each[0].dim() else torch.stack(each).mean() for each in zip(*parts, strict=True)
+        ]
+        for ours, theirs in zip(found, truth, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+    yield check
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World
-from tests.runtime.test_sides import OWN, in_panels
-from tests.runtime.test_triangle import DIM, features
+from tests.runtime.test_sides import OWN
+from tests.runtime.test_triangle import DIM, features, in_panels
 from tests.verification.dense import dense
 
 LOSSES = ("hard_keys", "squared_weights")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +18,10 @@ from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
-from infcl_gen.verification.properties import Case, tensors
+from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World
-from tests.runtime.pool import Pool, results
-from tests.runtime.test_triangle import DIM, PANELS, features
+from tests.runtime.test_triangle import DIM, features, in_panels
 from tests.verification.dense import dense
 
 OF_ROWS, OF_TWO_SIDES = ("supcon_out", "supcon_in"), ("infonce_out", "infonce_in")
@@ -43,12 +42,6 @@ IDS = {
 def package(loss: str, dtype: str = "fp64") -> ModuleType:
     """In panels of four rows."""
     return in_panels(infcl_gen.load(loss=loss, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
-
-
-def in_panels(module: ModuleType) -> ModuleType:
-    for name in PANELS:
-        setattr(module._schedule, name, 4)
-    return module
 
 
 def inputs(loss: str, rows: int, kind: str, scale: float, dtype: str = "fp64") -> Inputs:
@@ -166,33 +159,13 @@ def test_over_ranks(loss: str, transport: str) -> None:
         over_ranks(package(loss), loss, transport, shards, kind)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[Pool]:
-    pool = Pool(3, folder)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("rows", [[1, 2, 3], [7, 0, 4]], ids=str)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_over_processes(pool: Pool, folder: Path, loss: str, transport: str, rows: list[int]) -> None:
+def test_over_processes(over_processes: Callable[..., None], loss: str, transport: str, rows: list[int]) -> None:
     """On gloo: the average of the ranks is the formula by hand."""
-    case, ranks = Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1), (0, 1, 2)
-    if not (folder / (name := f"{loss}_{transport}")).exists():
-        how = {"batch_size": 12, "dim": 8, "dtype": "fp64", "target": "cpu", "devices": 3}
-        infcl_gen.generate(loss=loss, output=folder / name, **how, set={"transport": transport, "panel_rows": "64"})
-    parts = results(pool.run("own_gradients", ranks, package=name, ranks=ranks, rows=rows, keys=rows, case=case))
-    whole = tensors(case, "id", with_ids=True, one_sided=loss in OF_ROWS)
-    truth = [x for x in dense(loss, *whole) if x is not None]
-    found = [torch.cat(each) / 3 if each[0].dim() else torch.stack(each).mean() for each in zip(*parts, strict=True)]
-    for ours, theirs in zip(found, truth, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    draw = functools.partial(tensors, positives="id", with_ids=True, one_sided=loss in OF_ROWS)
+    over_processes(loss, transport, rows, draw)
 
 
 def test_ways_of_calling_agree() -> None:

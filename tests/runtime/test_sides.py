@@ -6,7 +6,7 @@ import functools
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,11 +20,10 @@ from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
-from infcl_gen.verification.properties import Case, tensors
+from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World
-from tests.runtime.pool import Pool, results
-from tests.runtime.test_triangle import DIM, PANELS, features, labels_of
+from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
 from tests.verification.dense import dense
 
 LOSSES = (
@@ -39,12 +38,6 @@ def package(loss: str, dtype: str = "fp64") -> ModuleType:
     """In panels of four rows."""
     name = loss if loss in BUILTIN_LOSSES else f"{OWN}:{loss}"
     return in_panels(infcl_gen.load(loss=name, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
-
-
-def in_panels(module: ModuleType) -> ModuleType:
-    for name in PANELS:
-        setattr(module._schedule, name, 4)
-    return module
 
 
 def as_defined(module: ModuleType, loss: str, rows: int, kind: str, scale: float) -> None:
@@ -153,33 +146,12 @@ def test_over_ranks(loss: str, transport: str) -> None:
     over_ranks(package(loss), loss, transport, [6, 4, 2], labels_of(12, "pairs"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[Pool]:
-    pool = Pool(3, folder)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("rows", [[1, 2, 3], [7, 0, 4]], ids=str)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("loss", ["dcl", "hard_negative"])
-def test_over_processes(pool: Pool, folder: Path, loss: str, transport: str, rows: list[int]) -> None:
+def test_over_processes(over_processes: Callable[..., None], loss: str, transport: str, rows: list[int]) -> None:
     """On gloo, with labels of any row: the average of the ranks is the formula by hand."""
-    case, ranks = Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1), (0, 1, 2)
-    if not (folder / (name := f"{loss}_{transport}")).exists():
-        how = {"batch_size": 12, "dim": 8, "dtype": "fp64", "target": "cpu", "devices": 3}
-        infcl_gen.generate(loss=loss, output=folder / name, **how, set={"transport": transport, "panel_rows": "64"})
-    parts = results(pool.run("own_gradients", ranks, package=name, ranks=ranks, rows=rows, keys=rows, case=case))
-    whole = tensors(case, "label", one_sided=True)
-    truth = [x for x in dense(loss, whole.q, None, 3.0, -1.0, labels=whole.labels) if x is not None]
-    found = [torch.cat(each) / 3 if each[0].dim() else torch.stack(each).mean() for each in zip(*parts, strict=True)]
-    for ours, theirs in zip(found, truth, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    over_processes(loss, transport, rows, functools.partial(tensors, positives="label", one_sided=True))
 
 
 def test_rows_have_numbers_of_their_own(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ PANELS = ("FORWARD_ROWS", "FORWARD_KEYS", "PANEL_ROWS", "PANEL_KEYS", "FINISH_RO
 @functools.cache
 def package(dtype: str = "fp32", loss: str = "ntxent") -> ModuleType:
     """In panels of four rows."""
-    module = infcl_gen.load(loss=loss, batch_size=64, dim=DIM, dtype=dtype, target="cpu")
+    return in_panels(infcl_gen.load(loss=loss, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
+
+
+def in_panels(module: ModuleType) -> ModuleType:
     for name in PANELS:
         setattr(module._schedule, name, 4)
     return module
