@@ -31,7 +31,7 @@ from torch import Tensor
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_python_words
 from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
-from infcl_gen.inputs.text import parse_bytes, suggestion
+from infcl_gen.inputs.text import parse_bytes, parse_prefixes, suggestion
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import UNPAIRED, compare, header
 from infcl_gen.runtime.group import Group, find_group
@@ -87,6 +87,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
     loss           a built-in loss, FILE.py:NAME as text or path, or a LossSpec, which is pickled as its formula
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
+    prefixes       counts of first columns of the features, or {count: weight}: the loss is the sum of those of each
     group, grad_sync, check_ranks   as for `contrastive_loss`
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
                    use_horovod; by name
@@ -102,6 +103,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
         loss: str | os.PathLike[str] | Formula = "clip",
         *positional: Any,
         memory_budget: str | int = "auto",
+        prefixes: Any = (),
         group: Any = None,
         grad_sync: str = "mean",
         check_ranks: str = "first",
@@ -111,21 +113,21 @@ class ContrastiveLoss(api.ContrastiveLoss):
             raise TypeError(
                 "ContrastiveLoss(loss) takes open_clip's arguments by name: ContrastiveLoss(local_loss=True)"
             )
-        known = [*inspect.signature(api.ContrastiveLoss).parameters, "loss", "memory_budget"]
+        known = [*inspect.signature(api.ContrastiveLoss).parameters, "loss", "memory_budget", "prefixes"]
         for name in open_clip:
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
-        self.loss, self.memory_budget = _text(loss), memory_budget
+        self.loss, self.memory_budget = _text(loss, prefixes), memory_budget
         self._taken: _Taken | None = None
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
-            Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget))
-            if given != "clip":  # known without SymPy
-                from infcl_gen.losses import derive, is_being_read, load_loss
+            Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget), prefixes=prefixes)
+            if given != "clip" or prefixes:  # known without SymPy
+                from infcl_gen.losses import derive, is_being_read, load_loss, over_prefixes
 
                 if not is_being_read(given):  # a file that makes a module of its own loss
-                    _literals(derive(load_loss(given)).spec)
+                    _literals(derive(over_prefixes(load_loss(given), parse_prefixes(prefixes))).spec)
 
     def extra_repr(self) -> str:
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
@@ -179,6 +181,7 @@ def contrastive_loss(
     reduction: str = "mean",
     check_ranks: str = "first",
     memory_budget: str | int = "auto",
+    prefixes: Any = (),
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
@@ -202,6 +205,8 @@ def contrastive_loss(
     check_ranks    "first" and "always": ranks compare package, versions and arguments at each call, and labels on a
                    device at the first or at each; "never": only that they are in the same call
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
+    prefixes       counts of first columns of the features, or {count: weight}, of which the last is D: the loss is the
+                   sum of those of each, times its weight; not under torch.compile
 
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree, and what
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
@@ -209,7 +214,7 @@ def contrastive_loss(
     options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, negatives, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
-    return _run(_text(loss), memory_budget, q, k, scale, bias, own, *of_pairs, options)
+    return _run(_text(loss, prefixes), memory_budget, q, k, scale, bias, own, *of_pairs, options)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -292,12 +297,17 @@ def _untraced() -> Callable[..., Tensor]:
     return _disabled or _run_eagerly
 
 
-def _text(loss: Any) -> Any:
-    """The loss as text, which compiled code is guarded by; a LossSpec as its literals.
+def _text(loss: Any, prefixes: Any = ()) -> Any:
+    """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes, as its literals.
 
     A file by its absolute path, since the process may change its folder before the first call.
     """
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
+    if prefixes:
+        if torch.compiler.is_compiling():
+            raise TypeError("under torch.compile prefixes are given to infcl_gen.ContrastiveLoss, made outside")
+        with contextlib.suppress(InputError):
+            return _over_prefixes(text, parse_prefixes(prefixes))
     if not isinstance(text, str) and isinstance(text, Formula):
         if torch.compiler.is_compiling():
             raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
@@ -307,6 +317,14 @@ def _text(loss: Any) -> Any:
         return text
     file, _, name = text.rpartition(":")
     return f"{os.path.abspath(file)}:{name}"
+
+
+@functools.lru_cache(maxsize=64)
+def _over_prefixes(loss: Any, prefixes: tuple[tuple[int, float], ...]) -> str:
+    """The loss over these prefixes as JSON. Raises LossError for one that cannot have them."""
+    from infcl_gen.losses import load_loss, over_prefixes
+
+    return _literals(over_prefixes(load_loss(loss), prefixes))
 
 
 @functools.lru_cache(maxsize=64)

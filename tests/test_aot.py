@@ -117,6 +117,15 @@ def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path)
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
+@pytest.mark.parametrize(("loss", "prefixes"), [("clip", [96, 192, 384, 768]), ("infonce", [64, 256])])
+def test_kernels_of_prefixes(loss: str, prefixes: list[int], tmp_path: Path) -> None:
+    how: dict[str, Any] = {"loss": loss, "dim": prefixes[-1], "prefixes": prefixes, "device_profile": "h200"}
+    package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", **how)
+    kernels = ("references", "forward", "forward_wide", "positives", "gradient", "gradient_positives", "product")
+    kernels += ("gradient_wide",) * (loss == "clip")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
 @pytest.mark.parametrize("loss", ["supcon_in", "infonce_out", "distill"])
 def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
     how = {"dtype": "fp32", "precision": "exact", "device_profile": "h200"}

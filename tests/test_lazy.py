@@ -159,7 +159,9 @@ def test_a_module_is_refused_where_it_is_made() -> None:
         (infcl_gen.InputError, "^memory_budget: 0 is out of range", {"memory_budget": 0}),
         (infcl_gen.InputError, "^memory_budget: None is not a size", {"memory_budget": None}),
         (TypeError, "no argument 'memory_bugdet'; did you mean 'memory_budget'", {"memory_bugdet": "1GiB"}),
-        (TypeError, "no argument 'sizes'; valid: local_loss, .*memory_budget$", {"sizes": 3}),
+        (TypeError, "no argument 'sizes'; valid: local_loss, .*memory_budget, prefixes$", {"sizes": 3}),
+        (infcl_gen.InputError, "^prefixes: 8, 2 do not grow", {"prefixes": [8, 2]}),
+        (infcl_gen.InputError, "not for sums over pairs", {"loss": "siglip", "prefixes": [2, 8]}),
         (ValueError, "^grad_sync must be one of", {"grad_sync": "avg"}),
     ):  # fmt: skip
         with pytest.raises(error, match=message):

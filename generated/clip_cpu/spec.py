@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "caef7e8ba0649ffd088890e9d39b599b9f42dea627d2f391132d601a27ec982a",
+    "digest": "bfc3530c5e9a41d9a3d3a0d7d71bf9ed7789723232b8367e8abbd9a5a7b55bd5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c69748c314d2966547e17e1eff9133aa53ccb66780db73c6eda871c9d34d124e",
+    "digest": "8170c68f27d28a31fc9b6ccb87853289eba2c2aa79b8e65f096dab0cf0f7d298",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

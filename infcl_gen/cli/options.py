@@ -52,6 +52,7 @@ device = (
     option("--dtype", "bf16|fp16|fp32|fp64", "Features [bf16]."),
     option("--precision", "default|tf32|exact", "Products of fp32 features [default]."),
     option("--frozen", "none|query|key", "The side that needs no gradient [none]."),
+    option("--prefixes", "D1,D2:W2,...,D", "Add up the loss of so many first columns of the features [D]."),
     option("--target", "auto|cpu|cuda|rocm", "What the package runs on [auto]."),
     option("--device-profile", "NAME|FILE.toml|auto", "Device to plan for [auto]."),
     option("--cluster", "FILE.toml", "Nodes, devices, profile and links from a file."),

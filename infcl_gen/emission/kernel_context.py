@@ -93,7 +93,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     parts = parts_of(widths)
     why = "of the embedding: tiles are powers of two, and a whole one would be padded to the next"
     part_widths = f"PART_WIDTHS = {list(widths)}  # {why}"
-    load_scale = "scale = tl.load(scale_ptr)"
+    load_scale, inner = "scale = tl.load(scale_ptr)", "INNER" if plan.split else "DIM"
     sampled = "a sample (forward) or of the complete statistics (backward)"
     of_plan = (
         "both_axes", "labels", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
@@ -122,7 +122,10 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         + ", and the same of MULTIPLE y" * plan.traits.second,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
-        "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
+        "inner": inner,  # depth of a similarity, as a constant of the file
+        "depth_of_positives": "width" if plan.slabs else inner,
+        "columns_of_product": "width" if plan.slabs else "DIM",
+        **_slab_context(plan, derivation, unit),
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
         "part_widths": part_widths if is_fused or keeps_keys else ABSENT,  # of descriptors
@@ -141,7 +144,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "about_mean": _ABOUT_MEAN if plan.traits.means else ABSENT,
         "added_mean": _ADDED_MEAN.format(derivation.mean_share * unit) if plan.traits.means else ABSENT,
         "undo_exponent": "" if unit == 1 else f" * {1 / unit}",
-        "dbias": float(derivation.dbias),
+        "dbias": float(derivation.dbias) * derivation.total_weight,
         "query_term": triton_code(derivation.query_term),  # in `r`, `p`
         "key_term_without_positive": triton_code(without_positive),  # in `c`
         "key_positive_term": triton_code(with_positive),  # in `p`
@@ -183,6 +186,42 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "tile_key0": "key0",
         "visiting_keys": "FUSED_KEYS",
         "described": "DESCRIPTORS",
+    }
+
+
+_ABOUT_G_OF_PREFIX = (
+    "Of each prefix g = share_i 2^(y - r_i). No exponent is large, as no term is above its sum: nothing is flagged.",
+    """Of each prefix g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential. `ratios` has prepared
+    the statistics of keys: b_j relative to the block's reference, 0 beyond the last key. The flag is up if a row or key
+    of any prefix lies more than SPREAD below its reference.""",
+)
+
+
+def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
+    """The slabs of columns of a loss over prefixes, with the shares of the prefix that ends there."""
+    if not plan.traits.slabs:
+        return {}
+    both, shared = plan.both_axes, plan.one_exponential
+    noted = ("positive_z", "positive_row_reference", *["positive_key_reference"] * both)
+    sums = ("query_exponent + own", "query_mantissa + own", *["key_exponent + other", "key_mantissa + other"] * both)
+    shares = {"weight": 1.0, "query_share": derivation.query_share * unit, "key_share": derivation.key_share * unit}
+    slabs = [
+        slab._asdict() | {name: share * weight for name, share in shares.items()}
+        for slab, weight in zip(plan.slabs, derivation.prefix_weights, strict=True)
+    ]
+    return {
+        "slabs": slabs,
+        "longest_first": slabs[::-1],
+        "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_queries",
+        "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared],
+        "nothing_below": "below = tl.zeros((GRADIENT_ROWS,), tl.float32)" if shared else ABSENT,
+        "flag_of_slabs": "tl.store(flags + program, (tl.max(below) > SPREAD).to(tl.int32))" if shared else ABSENT,
+        "key_distance": "key_stride" if both else "0",
+        "prefixes": len(plan.slabs),
+        "one_exponential": plan.one_exponential,
+        "unaligned_references": ["key_reference", "key_lowest"] * plan.one_exponential,
+        "positive_references_of_slab": ", ".join(f"{name} + own" for name in noted),
+        "statistics_of_slab": ", ".join(sums),
     }
 
 
@@ -525,6 +564,8 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.both_axes),
         ("WIDE_ROWS", min(wide_rows, *walked_rows), "at a time where a strip is computed again",
          not plan.exact and not at_once),
+        ("SLAB_WIDE_ROWS", max(16, min(wide_rows, *walked_rows) // (2 if len(plan.slabs) <= 4 else 4)),
+         "of the same, beside g of all prefixes", bool(plan.slabs)),
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
         ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),

@@ -86,7 +86,7 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "guide_sum": "positive[0]", "guided": "positive[1]", "guide_exponent": "positive[4]",
         "sum_of_positives": "positive[0]", "number_of_positives": "positive[1]", "exponent_of_positives": "positive[4]",
     }),
-    "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)"}),
+    "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)", "width": "q.shape[1]"}),
     "loss_terms": ("(parts,)", {
         "queries": "block.q.shape[0]", "keys": "block.k.shape[0]", "query_weight": "weight", "key_weight": "weight",
         "BLOCK": "LOSS_ROWS",
@@ -157,6 +157,13 @@ _OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged 
 }  # fmt: skip
 
 
+_OF_SLABS = {  # of all kernels, where statistics and g have a further dimension
+    "slab_stride": "g.stride(0)", "g_stride": "g.stride(1)", "query_stride": "block.queries.exponent.stride(0)",
+    "key_stride": "block.keys.exponent.stride(0)", "ratio_stride": "block.keys.ratio.stride(0)",
+    "reference_stride": "block.keys.reference.stride(0)", "width": "x.shape[1]",
+}  # fmt: skip
+
+
 def openings(choice: Choice) -> Callable[..., str]:
     """The function that templates call, `kernel(name)`: the decorator and signature of one of the choice's kernels."""
     kernels = {each.name: (each, family.gluon) for family in families(choice) for each in family.kernels(choice)}
@@ -188,7 +195,7 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
         for kernel in family.kernels(choice):
             replaced = kernel.replaces or kernel.name
             grid, own = own_launches[replaced]
-            own = values | own
+            own = values | (_OF_SLABS if choice.slabs else {}) | own
             if kernel.replaces:
                 own |= _given_to_variant(family, kernel)
             if kernel.name == "merge" and not (choice.both_axes or choice.merges_sides):

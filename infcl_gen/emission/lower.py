@@ -18,6 +18,7 @@ from infcl_gen.emission.render import ABSENT, File
 from infcl_gen.emission.schedule_context import ABOUT_MEAN, ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
+from infcl_gen.inputs.text import prefixes_text
 from infcl_gen.kernels import TILES, families
 from infcl_gen.losses import Derivation, formulas_of, is_builtin, left_out, loss_context, spec_as_dict
 from infcl_gen.planning.memory import STRIP_ROWS
@@ -42,6 +43,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     if plan.strategy == "torch":
         second = "_guided" if plan.traits.guide else "_several" * plan.traits.several
         kind = second or ("_combined" if plan.traits.combined else pairs)
+        kind = "_slabs" if plan.slabs else kind
         names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
         return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], names)]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
@@ -52,7 +54,9 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
     sweep = "pairs" if plan.traits.at_once else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
-    schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"])
+    sweep = "slabs" if plan.slabs else sweep
+    weights = derivation.prefix_weights
+    schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"], weights)
     of_schedule = File("schedule.py", [f"triton/schedule_{sweep}.py.jinja"], schedule)
     return [*files, File("kernels.py", templates, context), *variants, of_schedule]
 
@@ -91,7 +95,7 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
 def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile) -> str:
     """The command that makes the package for {queries} queries and {keys} keys. A word in capitals stands for a user's
     file, whose path means nothing on another machine."""
-    builtin = is_builtin(spec_as_dict(derivation.spec))
+    builtin = is_builtin(spec_as_dict(dataclasses.replace(derivation.spec, prefixes=())))
     shipped = problem.device_profile in profile_names() and load_profile(problem.device_profile) == profile
     flags = [
         ("--loss", problem.loss if builtin else "FILE.py:NAME"),
@@ -104,6 +108,7 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
         ("--memory-budget", problem.memory_budget_bytes),
         ("--precision", None if problem.precision == "default" else problem.precision),
         ("--frozen", None if problem.frozen == "none" else problem.frozen),
+        ("--prefixes", prefixes_text(derivation.spec.prefixes) or None),
         *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings).pairs),
     ]
     given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))
@@ -167,6 +172,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "upcast": plan.separate,  # features are converted panel by panel
         "logit_strips": traits.strips,
         "ids": traits.ids,
+        "panels": 2 + len(traits.slabs),
         "placed": traits.placed,
         "compared": traits.sides[1],
         "import_math": "import math" if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,

@@ -11,7 +11,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, cluster_of, profile_from_literals, resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
+from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, over_prefixes, spec_from_dict
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.planner import cost_model
 from infcl_gen.planning.records import Found, lookup, record_key
@@ -37,7 +37,8 @@ def case_of(problem: Problem, any_budget: bool = False) -> Case:
     Raises InputError for a memory budget that exceeds the GPU's memory, unless `any_budget`. The memory in the profile
     of a CPU is nominal.
     """
-    case = Case(problem, load_loss(problem.loss), resolve_cluster(problem))
+    loss = over_prefixes(load_loss(problem.loss), problem.prefixes)
+    case = Case(problem, loss, resolve_cluster(problem))
     profile, budget = case.cluster.profile, problem.memory_budget_bytes or 0
     if profile.target != "cpu" and budget > profile.memory_bytes and not any_budget:
         there = f"the {bytes_text(profile.memory_bytes)} of one {profile.name}"

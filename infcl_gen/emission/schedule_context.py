@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infcl_gen.emission.launches import launches
@@ -22,9 +22,15 @@ RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, an
 
 
 def schedule_context(
-    name: str, plan: Plan, profile: DeviceProfile, options: Mapping[str, Mapping[str, int]], exponent: int
+    name: str,
+    plan: Plan,
+    profile: DeviceProfile,
+    options: Mapping[str, Mapping[str, int]],
+    exponent: int,
+    weights: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """The names in triton/schedule*.py.jinja. `options`: warps and stages by kernel; `exponent`: of the gradient."""
+    """The names in triton/schedule*.py.jinja. `options`: warps and stages by kernel; `exponent`: of the gradient;
+    `weights`: of the prefixes."""
     panels = plan.strategy != "fused"
     variants = [each for family in families(plan) for each in family.kernels(plan) if each.replaces]
     described = any(argument.block for kernel in variants for argument in kernel.arguments)
@@ -49,7 +55,7 @@ def schedule_context(
     }
     words = ", ".join(word for word, used in imports.items() if used)
     pieces = {
-        "ratios": ratios, "halves": plan.split, "triangle": triangle, "merge": plan.merges_sides,
+        "ratios": ratios and not plan.slabs, "halves": plan.split, "triangle": triangle, "merge": plan.merges_sides,
         "several": plan.traits.several,
     }  # fmt: skip
     of_several = {
@@ -98,7 +104,7 @@ def schedule_context(
         "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.traits.has_keys else "block.q.shape[0]",
         # The constant of kernels.py: how many rows share a reference.
         "visiting_rows": "GRADIENT_KEYS" if panels else "FUSED_KEYS",
-        "add_product": "_add_split_product" if plan.split else "_add_product",
+        "add_product": "_add_split_product" if plan.split else "_add_products" if plan.slabs else "_add_product",
         "keys_of_product": "part.k[:, :DIM], part.k[:, DIM : 2 * DIM]" if plan.split else "part.k",
         "queries_of_product": "part.q[:, DIM : 2 * DIM], part.q[:, :DIM]" if plan.split else "part.q",
         "gradient_strip": "_strip(m, n)  # as the forward kept it" if plan.stash else own_strip,
@@ -106,12 +112,14 @@ def schedule_context(
         "longest_strip": longest,
         "wide_result": "" if plan.exact else "out_dtype=torch.float32, ",
         "imports": f"(\n    {words},\n)" if len(words) > 90 else words,
-        "constants": _constants(plan, profile, exponent),
+        "constants": _constants(plan, profile, exponent) + _of_prefixes(plan, weights),
         "forward_buffers": _forward_buffers(plan),
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
+        "both_axes": plan.both_axes,
+        "product_columns": "x.shape[1]" if plan.traits.slabs else "DIM",
         "wide_launch": ABSENT if plan.rows else launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle else "m, n = part.q.shape[0], part.k.shape[0]",
@@ -191,6 +199,16 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     return [(name, value, note) for name, value, note, wanted in found if wanted]
 
 
+def _of_prefixes(plan: Plan, weights: Sequence[float]) -> list[tuple[str, Any, str]]:
+    slabs = ", ".join(f"slice({slab.start}, {slab.stop})" for slab in plan.slabs)
+    found = [
+        ("PREFIXES", plan.traits.prefixes, "columns of the features, of which each has a loss"),
+        ("WEIGHTS", tuple(weights), "of these losses in their sum"),
+        ("SLABS", f"({slabs},)", "the columns that a prefix has beyond the one before"),
+    ]
+    return found if plan.slabs else []
+
+
 def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
     """Row blocks that one program walks at most (0: no limit), why, and whether it has an SM to itself."""
     alone = max(family.longest_strip for family in families(plan))
@@ -223,7 +241,8 @@ def _forward_buffers(plan: Plan) -> list[str]:
 
 def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
     strips, by_what = "min(tiles[0], FORWARD_STRIPS)", "by the guide" if plan.traits.guide else "of positives"
-    shapes, beside = ("tiles[1], rows", f"{strips}, keys"), plan.partial_sums - 2
+    of_each, beside = f" * {plan.losses}" * bool(plan.slabs), plan.partial_sums - 2
+    shapes = f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
     row_beside, key_beside = (_new(f"{beside}, {shape}") + ".unbind()" for shape in shapes)
     return [
@@ -234,7 +253,7 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         ("key_second", "the same (strips, keys)", key_beside, plan.traits.second and plan.both_axes),
         ("row_positives", f"{by_what} (key blocks, rows)", row_beside, plan.traits.several),
         ("key_positives", "the same (strips, keys)", key_beside, plan.traits.several and plan.both_axes),
-        ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
+        ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
     ]
@@ -254,6 +273,7 @@ def _rows_buffers(plan: Plan) -> list[str]:
 def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:
     strips = "FORWARD_STRIPS" if plan.stash else "GRADIENT_STRIPS"
     shape, what = ("2, *shape", "halves of a panel's") if plan.split else ("shape", "of a panel")
+    shape, what = (f"({plan.losses}, *shape)", "of each slab of a panel") if plan.slabs else (shape, what)
     found = [
         ("g", f"{what}, in whole tiles: no store needs a mask", _new(shape, "OPERAND_DTYPE"), True),
         ("flags", _WIDE_RANGE, _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32"), flagged),

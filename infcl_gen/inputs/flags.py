@@ -25,6 +25,7 @@ class Flags(TypedDict, total=False):
     dtype: str  # "bf16", "fp16", "fp32", "fp64"
     precision: str  # "default", "tf32", "exact"
     frozen: str  # the side that needs no gradient: "none", "query", "key"
+    prefixes: str | list[int] | Mapping[int, float]  # first columns of the features: a loss of each, added up
     target: str  # "auto", "cpu", "cuda", "rocm"
     device_profile: str | os.PathLike[str]
     cluster: str | os.PathLike[str] | Mapping[str, Any]

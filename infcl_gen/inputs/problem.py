@@ -53,6 +53,7 @@ class Problem:
     frozen               the side that needs no gradient: nothing is planned for it.
     memory_budget_bytes  None lets the planner take what helps, up to 1/8 of the device's memory.
     device_profile       a name, the path of a TOML file, or "auto".
+    prefixes             counts of first columns, or pairs of count and weight, over which the loss is added up.
     settings             the choices of `--set`; pairs of text become `Overrides`.
 
     Raises InputError for anything out of range.
@@ -68,6 +69,7 @@ class Problem:
     dtype: str = "bf16"
     precision: str = "default"
     frozen: str = "none"
+    prefixes: tuple[tuple[int, float], ...] = ()
     target: str = "auto"
     device_profile: str = "auto"
     settings: Overrides = dataclasses.field(default_factory=Overrides)
@@ -93,6 +95,7 @@ class Problem:
         if (colon and Path(path).suffix != ".py") or not (name.isascii() and name.isidentifier()):
             raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")
         check_text("--device-profile", self.device_profile)
+        object.__setattr__(self, "prefixes", text.parse_prefixes(self.prefixes))
         object.__setattr__(self, "settings", parse_overrides(self.settings))
         if not isinstance(self.links, Links | None):
             raise InputError(f"--cluster: expected links, got {show(self.links)}")
@@ -105,6 +108,10 @@ class Problem:
         fields = dataclasses.asdict(self) | {"settings": self.settings.pairs}
         if self.links is None:
             del fields["links"]
+        if self.prefixes:
+            fields["prefixes"] = [list(each) for each in self.prefixes]
+        else:
+            del fields["prefixes"]
         return fields
 
     @property

@@ -12,6 +12,8 @@ from infcl_gen.errors import InputError
 
 _MAX_TEXT = 1024
 _MAX_FILE_BYTES = 2**20
+LEAST_WEIGHT = 1e-6  # of a prefix, and the inverse of the largest
+MOST_PREFIXES = 8
 
 
 def check_text(flag: str, value: object) -> str:
@@ -74,6 +76,38 @@ def parse_bytes(value: object, flag: str = "size") -> int:
         raise InputError(f"{flag}: {show(value)} is a fraction of a byte; give a unit, for example 1.5GiB")
     factor: int = (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " ")
     return int(whole + fraction) * factor // int(10 ** len(fraction))
+
+
+def parse_prefixes(value: object, flag: str = "--prefixes") -> tuple[tuple[int, float], ...]:
+    """Pairs of columns and weight that "96,192:0.5,384", [96, 192], {96: 0.5} or pairs stand for; a weight is 1 unless
+    given. Raises InputError naming `flag`."""
+    if isinstance(value, str):
+        value = [each.split(":") if ":" in each else each for each in value.split(",")]
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{flag}: {show(value)} are no counts of columns; give for example 96,192,384,768")
+    found = []
+    for each in value:
+        count, weight = each if isinstance(each, list | tuple) and len(each) == 2 else (each, 1.0)
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(weight, bool) or not LEAST_WEIGHT <= number <= 1 / LEAST_WEIGHT:
+            raise InputError(f"{flag}: the weight {show(weight)} is no number from 1e-6 to 1e6")
+        found.append((check_integer(flag, parse_count(count, flag), 1, 1 << 16), number))
+    counts = [count for count, _ in found]
+    if sorted(set(counts)) != counts:
+        raise InputError(f"{flag}: {', '.join(map(str, counts))} do not grow; give each once, the shortest first")
+    if len(counts) > MOST_PREFIXES:
+        raise InputError(f"{flag}: {len(counts)} of them; kernels hold the gradients of at most {MOST_PREFIXES}")
+    return tuple(found)
+
+
+def prefixes_text(prefixes: Iterable[tuple[int, float]]) -> str:
+    """The prefixes as `parse_prefixes` reads them."""
+    return ",".join(f"{count}" if weight == 1 else f"{count}:{weight!r}" for count, weight in prefixes)
 
 
 def bytes_text(size: int) -> str:

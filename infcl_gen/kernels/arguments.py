@@ -46,14 +46,15 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*i32": "flags",
     "*i64": "labels key_labels query_ids key_ids",
     "i64": "first_positive first_query first_key",
-    ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride vectors_stride",
+    ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride vectors_stride "
+    "query_stride key_stride ratio_stride",
     (
         "i32",
         "dim",
     ): "guide_q_row_stride guide_k_row_stride q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
-    ("i32", "always"): "g_stride g_row_stride stash_stride",
+    ("i32", "always"): "g_stride g_row_stride stash_stride slab_stride",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
-    "all_queries all_keys summed_keys written",
+    "all_queries all_keys summed_keys written width",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "guide_q_depth_stride guide_k_depth_stride "

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.runtime.traits import Traits
@@ -20,6 +23,14 @@ class Block:
     depth: int
     warps: int
     stages: int
+
+
+class Slab(NamedTuple):
+    """Columns of the features by which one prefix exceeds the one before."""
+
+    number: int
+    start: int
+    stop: int  # the columns of the prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +82,18 @@ class Choice:
             return 4 + (not self.traits.affine) + self.traits.triangle + 2 * self.traits.second
         sums = 1 + self.traits.has_keys
         return 1 + sums * (2 if self.strategy == "torch" else 1)
+
+    @property
+    def slabs(self) -> tuple[Slab, ...]:
+        """The slabs of columns of a loss over prefixes; none of others."""
+        widths = self.traits.slabs
+        stops = itertools.accumulate(widths)
+        return tuple(Slab(n, stop - width, stop) for n, (width, stop) in enumerate(zip(widths, stops, strict=True)))
+
+    @property
+    def losses(self) -> int:
+        """How many losses with statistics of their own are added: one for each prefix of the features."""
+        return len(self.traits.slabs) or 1
 
     @property
     def partial_sums(self) -> int:
@@ -187,6 +210,12 @@ def embedding_parts(dim: int) -> tuple[int, ...]:
     while units.bit_count() > 3:
         units += units & -units
     return tuple(16 << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1)
+
+
+def dividing(prefixes: Sequence[int]) -> int:
+    """The largest power of two that divides all prefixes but the last, which ends with the features."""
+    whole = math.gcd(*prefixes[:-1])
+    return whole & -whole if whole else 1 << 16
 
 
 def padded_dim(dim: int) -> int:

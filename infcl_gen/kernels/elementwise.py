@@ -28,7 +28,8 @@ class ProductTile(Tile):
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.operand_bytes != 2:
             return super().tabulated(architecture, choice)
-        return Block(128, 128, 64, 8, 2 if architecture in ("cdna3", "cdna4") else 3)
+        stages = 2 if architecture in ("cdna3", "cdna4") else 3
+        return Block(128, 64 if choice.slabs else 128, 64, 8, stages)  # of slabs, any of which may be narrow
 
     def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
         block = self.tabulated(profile.architecture.family, choice)
@@ -67,12 +68,15 @@ class FinishTile(Tile):
         return block.rows * block.depth
 
 
-_PRODUCT = arguments("g x total rows inner g_row_stride g_inner_stride x_inner_stride x_depth_stride FRESH WIDEN")
 _COPY_INPUTS = arguments(Q, K, SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES)
-PRODUCT = Kernel("product", _PRODUCT, "product")
 SPLIT = Kernel("split", arguments(X, "out rows x_row_stride x_depth_stride out_stride KEYS"), "finish")
 COPY_INPUTS = Kernel("copy_inputs", _COPY_INPUTS, "finish")
 MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
+
+
+def product_kernels(choice: Choice) -> tuple[Kernel]:
+    strides, slab = "g_row_stride g_inner_stride x_inner_stride x_depth_stride", "width" * bool(choice.slabs)
+    return (Kernel("product", arguments("g x total rows inner", strides, slab, "FRESH WIDEN"), "product"),)
 
 
 def stash_kernels(choice: Choice) -> tuple[Kernel]:
@@ -95,7 +99,7 @@ def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
 
 
 FAMILIES = (
-    Family("product", lambda _: (PRODUCT,), STRATEGIES, tile=ProductTile(), revision=1),
+    Family("product", product_kernels, STRATEGIES, tile=ProductTile(), revision=1),
     Family("finish", finish_kernels, tile=FinishTile()),
     Family("stash", stash_kernels, ("stash",), revision=1),
     Family("split", lambda _: (SPLIT,), wanted=lambda choice: choice.split),

@@ -15,7 +15,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.overrides import BLOCK_FIELDS, Overrides
 from infcl_gen.kernels.arguments import Kernel
-from infcl_gen.kernels.choice import Block, Choice, padded_dim
+from infcl_gen.kernels.choice import Block, Choice, dividing, padded_dim
 
 REGISTERS = 65536  # of a multiprocessor, on every board
 SMALL_TILE = 64  # rows and keys of the smallest tile of small batches: that of a warp group on Hopper
@@ -70,7 +70,8 @@ class Tile:
 
     def deepest(self, choice: Choice) -> int:
         """The largest legal depth."""
-        return padded_dim(choice.inner_dim)
+        padded = padded_dim(choice.inner_dim)
+        return min(padded, dividing(choice.traits.prefixes)) if self.walks else padded
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
         """Shared memory of the block's tiles, over all pipeline stages."""
@@ -95,12 +96,14 @@ class Tile:
         """Warps of the kernel that computes a strip again. Its second reference and its pointers take registers: with
         more than 32 elements of a tile a thread spills, and with more than 16 where there are two statistics."""
         warps = max(4, block.keys // 16)
-        return min(2 * warps, profile.max_warps_per_block) if choice.traits.two_statistics else warps
+        more = choice.traits.two_statistics or choice.slabs
+        return min(2 * warps, profile.max_warps_per_block) if more else warps
 
     def misfits(self, block: Block, choice: Choice) -> list[str]:
         """What this tile's kernels cannot do with a block."""
         deepest = self.deepest(choice)
-        found = [f"depth = {block.depth} is more than the padded embedding, {deepest}"] * (block.depth > deepest)
+        limit = "what divides the prefixes" if self.walks and choice.traits.slabs else "the padded embedding"
+        found = [f"depth = {block.depth} is more than {limit}, {deepest}"] * (block.depth > deepest)
         if self.square and block.rows != block.keys:
             sides = f"rows = {block.rows} and keys = {block.keys}"
             found.append(f"{sides} differ: positives are the diagonal of a square tile")

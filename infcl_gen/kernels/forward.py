@@ -39,7 +39,7 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if choice.traits.two_statistics:
+        if choice.traits.two_statistics or choice.slabs:  # sums over columns for each prefix
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
@@ -56,6 +56,11 @@ class ForwardTile(Tile):
         if choice.traits.triangle:  # beside which 64 x 256 would spill 272 bytes a thread of sm_90
             keeping = [block for block in keeping if block.keys <= 128]
         return next(iter(keeping), found)
+
+    def accumulators(self, block: Block, choice: Choice) -> int:
+        """Beside z and its terms the sums of columns of all prefixes stay in registers."""
+        alone = super().accumulators(block, choice)
+        return alone * (4 + len(choice.slabs)) // 2 if choice.slabs else alone
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
         """Keys that are read once have one stage. A stash's tiles pass through shared memory: half a tile in bf16, or
@@ -76,7 +81,7 @@ def keeps_keys(block: Block, choice: Choice) -> bool:
     """Whether a program reads its keys once: one block spans their depth, descriptors load it, and tensor cores read it
     from shared memory. fp32 operands have another forward."""
     whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
-    return whole and not choice.traits.at_once and not choice.traits.guide
+    return whole and not choice.traits.at_once and not choice.traits.guide and not choice.traits.slabs
 
 
 def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
@@ -97,7 +102,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         sums += " row_second_exponent row_second_sum" + " key_second_exponent key_second_sum" * choice.both_axes
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
     told = classes(choice) if choice.traits.masked or choice.traits.several else ""
-    sampled = not choice.exact
+    sampled, template = not choice.exact, "slabs_forward" if choice.traits.slabs else ""
     diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
@@ -115,9 +120,9 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     first = arguments("q k", SCALARS, f"{reference} queries keys", STRIDES, diagonal, constants)
     again = arguments("q k", told, SCALARS, sums, "flags", sizes, strides, diagonal, constants)
     return (
-        Kernel("row_references" if choice.rows else "references", first, "forward"),
-        Kernel("forward", forward, "forward"),
-        Kernel("forward_wide", again, "forward", wide=True),
+        Kernel("row_references" if choice.rows else "references", first, "forward", template=template),
+        Kernel("forward", forward, "forward", template=template),
+        Kernel("forward_wide", again, "forward", wide=True, template=template),
     )
 
 

@@ -45,6 +45,15 @@ SEVERAL_BLOCKS = {
     "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
     "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
 }
+# A thread holds 32 numbers of z, and of g of each prefix: with 4 prefixes it takes 235 registers of sm_90.
+SLAB_BLOCKS = {
+    "hopper": Block(128, 64, 64, 8, 4),
+    "blackwell": Block(128, 64, 64, 8, 3),
+    "ampere": Block(64, 64, 64, 8, 3),
+    "small": Block(64, 64, 32, 8, 3),
+    "cdna3": Block(64, 64, 32, 8, 2),
+    "cdna4": Block(64, 64, 32, 8, 2),
+}
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -57,9 +66,15 @@ class GradientTile(Tile):
     name = "gradient"
     tuned = described = walks = True
 
+    def accumulators(self, block: Block, choice: Choice) -> int:
+        """g of all prefixes is held until the last one's is known, and then added up."""
+        return block.rows * block.keys * (1 + len(choice.slabs))
+
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.traits.two_statistics:
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
+        if choice.slabs:
+            return SLAB_BLOCKS[architecture]
         if choice.traits.ids or (choice.both_axes and choice.traits.combined):  # two exponentials of each pair
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
@@ -91,6 +106,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         gradient = arguments(Q, K, told, SCALARS, sums, g, sizes, strides, "DIAGONAL" * choice.both_axes,
                              "DESCRIPTORS WIDEN")  # fmt: skip
         return (Kernel("gradient", gradient, "gradient", template="gradient_exact"),)
+    if choice.traits.slabs:
+        return _of_slabs(choice, sums, sizes)
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")
     template = "gradient_positives"
@@ -105,6 +122,23 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]
         * (shared or choice.keeps_tiles),
         *[RATIOS] * shared,
+        Kernel("gradient_positives", positives, template=template),
+    )
+
+
+def _of_slabs(choice: Choice, sums: str, sizes: str) -> tuple[Kernel, ...]:
+    """The kernels of a loss over prefixes: statistics and g of each, at these distances."""
+    shared, template = choice.one_exponential, "slabs_gradient"
+    strides = "slab_stride query_stride" + " key_stride" * choice.both_axes
+    of_ratios = "slab_stride query_stride ratio_stride reference_stride" if shared else strides
+    gradient = arguments(
+        Q, K, SCALARS, sums, "g", "flags" * shared, sizes, of_ratios, STRIDES, "DESCRIPTORS WIDEN"
+    )  # fmt: skip
+    again = arguments("q k", SCALARS, statistics(choice), "g flags", sizes, strides, STRIDES, "WIDEN")
+    positives = arguments(places(choice), gradient_of_positive(choice), "g queries keys g_stride", strides)
+    return (
+        Kernel("gradient", gradient, "gradient", template=template),
+        *[Kernel("gradient_wide", again, "gradient", wide=True, template="slabs_gradient_wide"), RATIOS] * shared,
         Kernel("gradient_positives", positives, template=template),
     )
 

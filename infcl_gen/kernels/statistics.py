@@ -28,7 +28,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     )
     positives = arguments(
         "q k", places(choice), "row_exponent", "key_exponent" * keys, positive(choice), "queries keys", "strip" * keys,
-        "rows_stride", "keys_stride" * keys, STRIDES, "WIDEN",
+        "rows_stride", "keys_stride" * keys, STRIDES, "width" * bool(choice.slabs), "WIDEN",
     )  # fmt: skip
     if choice.traits.triangle:
         noted = f"{positive(choice)} key_positive_z key_positive_reference"

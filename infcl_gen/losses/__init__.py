@@ -12,12 +12,20 @@ from infcl_gen.losses.derive import Derivation, derive
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import LossError, LossSpec
 from infcl_gen.losses.latex import aligned, latex_of
-from infcl_gen.losses.load import is_being_read, is_builtin, load_loss, parse_formula, spec_as_dict, spec_from_dict
+from infcl_gen.losses.load import (
+    is_being_read,
+    is_builtin,
+    load_loss,
+    over_prefixes,
+    parse_formula,
+    spec_as_dict,
+    spec_from_dict,
+)
 from infcl_gen.losses.printers import torch_code, triton_code
 from infcl_gen.losses.texts import formulas_of, loss_context
 
 __all__ = [
     "BUILTIN_LOSSES", "CLIP", "INFONCE", "NTXENT", "SIGLIP", "SIGLIP_MULTI", "Derivation", "LossError", "LossSpec",
     "aligned", "derive", "formulas_of", "is_being_read", "is_builtin", "latex_of", "left_out", "load_loss",
-    "loss_context", "parse_formula", "spec_as_dict", "spec_from_dict", "torch_code", "triton_code",
+    "loss_context", "over_prefixes", "parse_formula", "spec_as_dict", "spec_from_dict", "torch_code", "triton_code",
 ]  # fmt: skip

@@ -121,6 +121,20 @@ class Derivation:
         return self.form.spec
 
     @property
+    def prefixes(self) -> tuple[int, ...]:
+        """Columns of the prefixes of the features that the loss is added up over; none where it has all at once."""
+        return tuple(columns for columns, _ in self.spec.prefixes)
+
+    @property
+    def prefix_weights(self) -> tuple[float, ...]:
+        return tuple(weight for _, weight in self.spec.prefixes)
+
+    @property
+    def total_weight(self) -> float:
+        """Of all prefixes, each of which has the loss's terms; 1 without any."""
+        return math.fsum(self.prefix_weights) or 1.0
+
+    @property
     def logit(self) -> Expr:
         return self.form.logit
 
@@ -229,7 +243,8 @@ class Derivation:
             of_row = self.query_weight, self.second_weight, self.positive_slope, self.through_z
             return sides * math.fsum(map(_bound, of_row))
         if self.pair_slope is None:
-            return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
+            largest = max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
+            return largest * self.total_weight
         slopes = self.pair_slope
         return max(map(_bound, (slopes.other, slopes.same_id, slopes.positive)))
 
@@ -301,6 +316,7 @@ class Derivation:
             domain=self.form.domain,
             means=self.mean_share != 0,
             scaled=self.form.scaled,
+            slabs=tuple(stop - start for start, stop in itertools.pairwise((0, *self.prefixes))),
         )
 
     def travelling(self, dim: int, of_query: int) -> tuple[Travelling, ...]:
@@ -326,7 +342,8 @@ class Derivation:
         read = (keys, *[ids] * self.traits.ids, *[guides] * self.traits.guide)
         if at_once:
             return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
-        statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
+        numbers = 2 * max(1, len(self.prefixes))
+        statistics = Travelling("key statistics", numbers, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
         found = (*read, statistics, gradients) if self.has_keys else (*read, gradients)
         queries = Travelling("query sums", dim, "statistics", backward="summed", once=True)
@@ -338,9 +355,28 @@ def derive(spec: LossSpec) -> Derivation:
     """The derivation of a loss. Raises LossError for a loss that no kernel implements, in one sentence: what has no
     kernel, and what to write instead."""
     try:
-        return _derived(form_of(spec))
+        derivation = _derived(form_of(spec))
+        _check_prefixes(derivation)
+        return derivation
     except LossError as refusal:
         raise LossError(f"loss {spec.name}: {refusal}") from None
+
+
+def _check_prefixes(derivation: Derivation) -> None:
+    """Raises LossError for prefixes of a loss whose sweeps keep one similarity of a pair."""
+    traits, only = derivation.traits, "prefixes have kernels for losses of log-sum-exps and one positive"
+    if not traits.slabs:
+        return
+    refuse(
+        (traits.at_once, f"{only}, not for sums over pairs: add the losses of sliced features"),
+        (traits.triangle, f"{only} of two sides: give both sides, and write z"),
+        (traits.combined, f"{only}, of which terms are constant multiples: write such a term, as that of clip"),
+        (traits.classes, f"{only} that leave no pairs out: write log-sum-exps without where="),
+        (traits.guide, f"{only} without a guide: add the losses of sliced features"),
+        (traits.scaled, f"{only} without factors of z: multiply the features of queries and keys by them"),
+        (traits.means, f"{only} without means of logits: leave mean_of_keys(x) out"),
+        (not traits.affine, f"{only} of an affine logit: write scale * z + bias"),
+    )
 
 
 def _derived(form: Form) -> Derivation:

@@ -50,6 +50,7 @@ from sympy import Expr, Function, Integer, Rational, Symbol
 from sympy.core.function import ArgumentIndexError
 
 from infcl_gen.errors import InputError
+from infcl_gen.inputs.text import parse_prefixes
 
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "guide", "is_positive", "is_self", "key_scale",
@@ -80,6 +81,9 @@ class LossSpec:
     formula    a SymPy expression in the language of this module, with one value for the whole batch.
     positives  "diagonal": key i for query i, hence as many keys as queries; "label": the key that `labels[i]` names;
                "id": every key with the query's id; "none": no key.
+    prefixes   of the features, by number of columns, each with its weight: L is the sum over them of weight * the
+               formula over so many first features of each side. Counts alone have a weight of 1; without any, L is the
+               formula over all features. The last prefix is the whole embedding.
     doc        one sentence for people.
     source     paper and equation: "Zhai et al., arXiv 2303.15343, algorithm 1".
     use        Markdown: when to use it, and what to know. Packages store neither `source` nor `use`.
@@ -93,13 +97,15 @@ class LossSpec:
     doc: str = ""
     source: str = field(default="", compare=False)
     use: str = field(default="", compare=False)
+    prefixes: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not is_identifier(self.name):
             raise LossError(f"loss name {self.name!r} is not an ASCII identifier")
         try:
+            object.__setattr__(self, "prefixes", parse_prefixes(self.prefixes, "prefixes"))
             self._check()
-        except LossError as error:
+        except InputError as error:
             raise LossError(f"loss {self.name}: {error}") from None
 
     def _check(self) -> None:

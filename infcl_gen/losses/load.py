@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import operator
 import os
 import sys
@@ -57,15 +58,26 @@ def is_being_read(name: object) -> bool:
     return isinstance(name, str) and os.path.abspath(name.rpartition(":")[0]) in _read.get()
 
 
-def spec_as_dict(spec: LossSpec) -> dict[str, str]:
+def over_prefixes(spec: LossSpec, prefixes: Any) -> LossSpec:
+    """The loss over these prefixes, if there are any; it must have none of its own."""
+    if not prefixes:
+        return spec
+    if spec.prefixes and spec.prefixes != prefixes:
+        raise LossError(f"--prefixes: the loss {spec.name} has prefixes of its own; leave one of them out")
+    return dataclasses.replace(spec, prefixes=prefixes)
+
+
+def spec_as_dict(spec: LossSpec) -> dict[str, Any]:
     """The loss as literals, from which `spec_from_dict` makes it again without the user's file."""
-    return {"name": spec.name, "formula": display(spec.formula), "positives": spec.positives, "doc": spec.doc}
+    found = {"name": spec.name, "formula": display(spec.formula), "positives": spec.positives, "doc": spec.doc}
+    return found | ({"prefixes": [list(each) for each in spec.prefixes]} if spec.prefixes else {})
 
 
 def is_builtin(literals: Mapping[str, Any]) -> bool:
-    """Whether the literals of a loss are those of the built-in loss of its name."""
+    """Whether the literals of a loss are those of the built-in loss of its name, over all features at once."""
     found = BUILTIN_LOSSES.get(literals["name"])
-    return found is not None and spec_as_dict(found).items() <= literals.items()
+    same = found is not None and all(literals.get(name) == value for name, value in spec_as_dict(found).items())
+    return same and "prefixes" not in literals
 
 
 def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
@@ -74,7 +86,8 @@ def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
     if missing:
         raise LossError(f"a stored loss lacks {', '.join(missing)}")
     formula = parse_formula(literals["formula"])
-    return LossSpec(literals["name"], formula, literals["positives"], literals.get("doc", ""))
+    prefixes = literals.get("prefixes", ())
+    return LossSpec(literals["name"], formula, literals["positives"], literals.get("doc", ""), prefixes=prefixes)
 
 
 def parse_formula(text: str) -> Expr:

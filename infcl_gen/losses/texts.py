@@ -114,7 +114,15 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
             for name, of_side in (("query_scale", "q_i . dq_i"), ("key_scale", "k_j . dk_j"))
             if name in derivation.form.scaled
         },
+        **_of_prefixes(derivation),
     }
+
+
+def _of_prefixes(derivation: Derivation) -> dict[str, str]:
+    """How the losses of prefixes of the features are added, whose own formulas are the others."""
+    weights = ((f"{weight:g} * " * (weight != 1)) + f"L({columns})" for columns, weight in derivation.spec.prefixes)
+    total = " + ".join(weights)
+    return {"prefixes": f"loss = {total}, L(d) = L of the first d columns of q and k"} if total else {}
 
 
 def _positives_of_id(derivation: Derivation) -> str:
@@ -316,6 +324,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
         "legend_of_counts": "M     number of rows" if triangle else "M, N  numbers of queries and keys",
         "own_side": traits.sides[0],
+        "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L" * traits.means,
         "but_means": ", but for the mean of its logits" * traits.means,
         "shape": "(M, M)" if triangle else "(M, N)",
@@ -340,24 +349,53 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         + ", y: Tensor" * traits.guide
         + _arguments(own)
         + _arguments(derivation.of_dense),
-        "with_numbers": "".join(f", {name}={name}" for name in derivation.of_dense),
-        "with_classes": ", labels" * labels
-        + ", query_ids[:, None] == key_ids" * ids
-        + ", guide_queries.to(q.device, dtype) @ guide_keys.to(q.device, dtype).T" * traits.guide
-        + _names(own),
+        "dense": _dense(derivation),
         "and_classes": " and the (M,) positives" * labels
         + ", and which pairs are of one id, (M, N)" * ids
         + " and the similarities y of the guide, (M, N)" * traits.guide,
         "checked_guides": _CHECKED_GUIDES if traits.guide else _NO_GUIDES,
         "about_guides": _ABOUT_GUIDES if traits.guide else "must be None.",
         "labels_type": "Tensor | str | None" if labels else "Tensor | None",
-        "dbias": float(derivation.dbias),
+        "dbias": float(derivation.dbias) * derivation.total_weight,
         "dlogit_dz": torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
         "query_term": torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
         "key_term": torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
         "reductions": "\n".join(f"{name} = {code}" for name, used, code in reductions if used),
         "loss": (dense_code_of_several if several else dense_code)(form.formula, _NUMBERS),
     }
+
+
+_PREFIXES = """
+PREFIXES = {}  # columns of the features: L is the sum over them of a weight times the loss above
+PREFIX_WEIGHTS = {}"""
+
+
+def _dense(derivation: Derivation) -> str:
+    """How `reference` computes the loss from features."""
+    traits, own = derivation.traits, derivation.form.vectors.values()
+    taken = ", labels" * traits.labels + ", query_ids[:, None] == key_ids" * traits.ids
+    taken += ", guide_queries.to(q.device, dtype) @ guide_keys.to(q.device, dtype).T" * traits.guide + _names(own)
+    taken += "".join(f", {name}={name}" for name in derivation.of_dense)
+    if traits.slabs:
+        return _DENSE_OF_PREFIXES.format(taken)
+    own_sum = _OWN_SUM * ("negatives" in derivation.form.vectors)
+    return _DENSE.format("q" if traits.triangle else "k", own_sum, taken)
+
+
+_DENSE = """\
+z = q.to(dtype) @ {}.to(dtype).T
+x = logit(z, scale, bias){}
+return loss_of_logits(x{})"""
+_OWN_SUM = """
+h = logit(torch.einsum("id,ild->il", q.to(dtype), negatives.to(q.device, dtype)), scale, bias).logsumexp(1)"""
+_DENSE_OF_PREFIXES = """\
+if q.shape[1] != PREFIXES[-1]:
+    raise ValueError(f"this loss is over prefixes of {{PREFIXES[-1]}} columns, but features have {{q.shape[1]}}")
+total = torch.zeros((), dtype=dtype, device=q.device)
+for columns, weight in zip(PREFIXES, PREFIX_WEIGHTS):
+    x = logit(q[:, :columns].to(dtype) @ k[:, :columns].to(dtype).T, scale, bias)
+    total = total + weight * loss_of_logits(x{})
+return total"""
 
 
 def _combined_context(derivation: Derivation) -> dict[str, Any]:

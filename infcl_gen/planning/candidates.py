@@ -21,6 +21,7 @@ from infcl_gen.planning.model import CostModel, Sizes
 from infcl_gen.runtime.table import Table
 from infcl_gen.runtime.traits import Traits
 
+SLAB_UNIT = 16  # columns: the smallest depth of a tile
 PANEL_UNIT = 128  # rows per program of kernels that only touch vectors; panels are multiples of it
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
 # Forward keeps no panel. At B = 65 536, D = 128 an H200 takes 10.5 ms, 11.9 ms by panels of 16 384.
@@ -129,6 +130,8 @@ class Choices:
             return f"has no kernels for losses of one side, as {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.at_once and name != "panel":
             return f"has no kernels for sums over pairs, as in the loss {derivation.spec.name}; valid: panel, torch"
+        if derivation.prefixes and (reason := self._without_slabs(name)):
+            return reason
         if problem.dtype == "fp16" and math.isinf(derivation.largest_slope):
             where = f"in fp16 for the loss {derivation.spec.name}, whose slopes may overflow"
             return f"has no kernels {where}; valid: bf16, fp32"
@@ -160,6 +163,19 @@ class Choices:
             return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
         return None
 
+    def _without_slabs(self, name: str) -> str | None:
+        """Why kernels cannot sweep all prefixes at once, as the end of a sentence; None if they can."""
+        if name != "panel":
+            return "has no kernels for losses over prefixes; valid: panel, torch"
+        if self._problem.dtype == "fp32":
+            return "has kernels for losses over prefixes in bf16 and fp16, not in fp32: give --dtype bf16"
+        for prefix in self._derivation.prefixes[:-1]:
+            if prefix % SLAB_UNIT:
+                below = prefix // SLAB_UNIT * SLAB_UNIT
+                near = " or ".join(str(each) for each in (below, below + SLAB_UNIT) if each)
+                return f"needs prefixes in multiples of {SLAB_UNIT}, not {prefix}: give --prefixes with {near} there"
+        return None
+
     def _without_rows(self, keys: int) -> str | None:
         """Why gradients cannot follow a row of panels in forward, as the end of a sentence; None if they can."""
         if self._derivation.traits.known != "row":
@@ -182,7 +198,8 @@ class Choices:
         # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries,
         # or the features of a guide.
         traits = choice.traits
-        recordable = name != "torch" and not (traits.at_once or traits.triangle or traits.vectors or traits.guide)
+        single = traits.at_once or traits.triangle or traits.vectors or traits.guide or traits.slabs
+        recordable = name != "torch" and not single
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         if choice.at_once and choice.separate:
@@ -279,7 +296,8 @@ def _settings_of(name: str, traits: Traits) -> frozenset[str]:
     if name not in ("fused", "rows") and not traits.triangle:  # whose panels are square
         keys |= {"panel_keys"}
     if name != "torch":
-        keys |= {"descriptors"} if traits.triangle or traits.guide else {"descriptors", "replay"}
+        single = traits.triangle or traits.guide or traits.slabs
+        keys |= {"descriptors"} if single else {"descriptors", "replay"}
     return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 
 

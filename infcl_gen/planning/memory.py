@@ -107,8 +107,10 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
-        BufferTerm("query_statistics", both, (2 + v.positive_parts, m), "r_i as a wide float; the positive"),
-        v.traits.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
+        BufferTerm(
+            "query_statistics", both, (v.losses * (2 + v.positive_parts), m), "r_i as a wide float; the positive"
+        ),
+        v.traits.has_keys and BufferTerm("key_statistics", both, (v.losses * 2, kept_keys), "c_j as a wide float"),
         *_common_terms(v),
     ]
     if v.strategy == "stash":
@@ -127,11 +129,13 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         strips = Min(row_blocks, T)
         why = "partial sums of one panel, merged in a fixed order"
         terms += [
-            BufferTerm("row_partials", forward, (v.partial_sums, key_blocks, forward_rows), why),
-            v.both_axes and BufferTerm("key_partials", forward, (v.partial_sums, strips, forward_keys), why),
+            BufferTerm("row_partials", forward, (v.losses * v.partial_sums, key_blocks, forward_rows), why),
+            v.both_axes and BufferTerm("key_partials", forward, (v.losses * v.partial_sums, strips, forward_keys), why),
             BufferTerm("flags", forward, (strips, key_blocks), "strips of wide range", "int32"),
-            BufferTerm("references", forward, (key_blocks,), "of each block of keys"),
-            BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"),
+            BufferTerm("references", forward, (v.losses * key_blocks,), "of each block of keys"),
+            BufferTerm(
+                "loss_parts", forward, (v.losses * ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"
+            ),
         ]
         terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
     ratios = "shares over sums, and the range of each block"
@@ -140,7 +144,9 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         terms += [
             *_gradient_panel(v, backward, row_blocks, key_blocks),
             BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
-            v.both_axes and not v.traits.combined and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
+            v.both_axes
+            and not v.traits.combined
+            and BufferTerm("ratios", backward, (v.losses * ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":
         own = m if ring else rows  # a ring's hop takes all queries at once
@@ -242,13 +248,14 @@ def _of_scales(v: Choice) -> list[BufferTerm]:
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
     """The scratch of a panel of a x b pairs."""
+    further = len(v.traits.slabs) if phase == "backward" else min(1, len(v.traits.slabs))  # exponentials, or g of each
     guided = [
         BufferTerm("guide_panel", phase, (a, b), "the guide's similarities and their exponentials", pieces=2),
         v.separate and BufferTerm("widened_guide", phase, (a + b, D), "of a panel's rows and keys, in full precision"),
     ]
     return [
         *guided * v.traits.guide,
-        BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2),
+        BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2 + further),
         BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
         v.traits.strips > 0 and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),
         v.separate and BufferTerm("widened_queries", phase, (a, D), "a panel's rows, in full precision"),
@@ -267,7 +274,7 @@ def _gradient_panel(v: Choice, phase: str, row_blocks: Any, key_blocks: Any) -> 
     tiled, why = (row_blocks * Bg, key_blocks * Kg), "gradients of one panel's logits"
     if v.split:
         return [BufferTerm("gradient_panel", phase, (2, *tiled), f"{why}, high and low half", "bf16")]
-    return [BufferTerm("gradient_panel", phase, tiled, why, "features")]
+    return [BufferTerm("gradient_panel", phase, tiled, why, "features", v.losses)]
 
 
 def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:

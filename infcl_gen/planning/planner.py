@@ -70,12 +70,10 @@ class Plan(Choice, Sizes):
 
 def literals_of(record: Any) -> dict[str, Any]:
     """The fields of a dataclass and of those in it; what few losses have is not told of the others."""
-    return dataclasses.asdict(
-        record, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not False or k not in _SELDOM}
-    )
+    return dataclasses.asdict(record, dict_factory=lambda pairs: {k: v for k, v in pairs if v or k not in _SELDOM})
 
 
-_SELDOM = ("means", "once")  # fields whose default is False
+_SELDOM = ("means", "once", "slabs")  # fields whose default is False or ()
 
 
 def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
@@ -132,6 +130,9 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
             f"--keys: the loss {problem.loss!r} pairs query i with key i:"
             f" --keys {problem.total_keys} must equal --batch-size {problem.batch_size} (or be left out)"
         )
+    if derivation.prefixes and derivation.prefixes[-1] != problem.dim:
+        shown = ", ".join(map(str, derivation.prefixes))
+        raise InputError(f"--prefixes: {shown} must end with --dim {problem.dim}: add it, or pass fewer columns")
     if derivation.traits.triangle and problem.total_keys != problem.batch_size:
         raise InputError(f"--keys: the rows of {problem.loss!r} are keys of each other; leave out --keys")
     if derivation.traits.triangle and problem.frozen != "none":

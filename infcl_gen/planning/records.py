@@ -106,7 +106,8 @@ def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
 @functools.lru_cache(maxsize=64)
 def _loss_digest(loss: LossSpec) -> str:
     literals = spec_as_dict(loss)
-    return hashlib.sha256(repr((literals["formula"], literals["positives"])).encode()).hexdigest()[:16]
+    digested = (literals["formula"], literals["positives"], *literals.get("prefixes", ()))
+    return hashlib.sha256(repr(digested).encode()).hexdigest()[:16]
 
 
 def fixed_by_user(settings: Overrides) -> list[str]:

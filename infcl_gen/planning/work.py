@@ -80,7 +80,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     v = choice
     if v.at_once:
         return (*_terms_at_once(v), *_means(v, "forward"))
-    share, sides = shares_of(v), 2 if v.both_axes else 1
+    share, sides, losses = shares_of(v), 2 if v.both_axes else 1, v.losses
     forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
     products = 1 + v.traits.guide  # of a tile: z, and the guide's similarities, with an exponential each
     panels = ceil_div(m, R) * ceil_div(n, C) * W * share.gradient
@@ -90,12 +90,20 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         product = {"flops": 2 * pairs * D * products, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
         # backward for one exponential of each side, their weighted sum, and the positives.
-        each = {"exponentials": sides * pairs * products}
+        each = {"exponentials": sides * losses * pairs * products}
         return (
             TimeTerm("forward product", "forward", "first", **product),
-            TimeTerm("statistics", "forward", bytes=(2 + 4 * sides) * s * pairs, launches=12 * panels, **each),
+            TimeTerm(
+                "statistics",
+                "forward",
+                bytes=(2 + 4 * sides) * losses * s * pairs,
+                launches=12 * losses * panels,
+                **each,
+            ),
             TimeTerm("gradient product", part="first", **product),
-            TimeTerm("gradient", part="first", bytes=6 * sides * s * pairs, launches=8 * panels, **each),
+            TimeTerm(
+                "gradient", part="first", bytes=6 * sides * losses * s * pairs, launches=8 * losses * panels, **each
+            ),
             *(
                 TimeTerm(
                     f"{side.name} product",
@@ -111,12 +119,13 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         )
     rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
     partials = (
-        v.partial_sums
+        losses
+        * v.partial_sums
         * s
         * W
         * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.both_axes else 0))
     )
-    launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
+    launches = losses * (sides * forward_panels + forward_panels * D / WALK) + W + 1
     terms: list[Any] = [
         TimeTerm(
             "forward product",
@@ -124,7 +133,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             "first",
             flops=2 * rows * keys * W * P * share.forward * products,
             bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
-            exponentials=forward_pairs * (products + v.traits.second),
+            exponentials=losses * forward_pairs * (products + v.traits.second),
             efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
@@ -159,8 +168,9 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 "gradient",
                 part="first",
                 flops=2 * rows * keys * W * P * fraction * share.gradient * products,
-                bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
-                exponentials=pairs
+                bytes=losses * e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
+                exponentials=losses
+                * pairs
                 * fraction
                 * (sides if v.traits.combined else 1)
                 * (1 + v.traits.softmax_of_positives + v.traits.second + v.traits.guide),
@@ -223,9 +233,9 @@ def _products(v: Choice, phase: str) -> list[TimeTerm]:
     """g of panels times features."""
     found = []
     for name, part, own, stride, other, step, share in _sides(v):
-        panels, pairs = ceil_div(m, R) * ceil_div(n, C) * W * share, m * n * W * share
+        panels, pairs = v.losses * ceil_div(m, R) * ceil_div(n, C) * W * share, m * n * W * share
         flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * D
-        moved = e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
+        moved = v.losses * e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
         efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
         how = {"rate": "product", "efficiency": efficiency, "launches": panels}
         found.append(TimeTerm(f"{name} product", phase, part, flops=flops, bytes=moved, **how))

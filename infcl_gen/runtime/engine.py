@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .means import Means
 from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
-from .statistics import Statistics, view
+from .statistics import Statistics, by_prefix, view
 from .table import Table
 from .transport import Tensors, Trip
 
@@ -303,7 +304,7 @@ def new_saved(
     guides = stash[0] if stash and package.traits.guide and ranks > 1 else 0
     return Saved(
         _new_statistics(package, q),
-        q.new_empty((2, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
+        q.new_empty((2 * _losses(package), columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
         q.new_empty((kept_ids, 1), dtype=torch.int64),
         q.new_empty((guides, k.shape[1]), dtype=package.dtype),
@@ -330,7 +331,13 @@ def _new_gradients(
 def _new_statistics(package: Package, q: Tensor) -> Tensor:
     """Room for the statistics of q's rows, and for what the forward notes of their positives."""
     schedule = package.schedule
-    return q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
+    numbers = (2 + schedule.POSITIVE_PARTS) * _losses(package)
+    return q.new_empty((numbers, q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
+
+
+def _losses(package: Package) -> int:
+    """How many losses with statistics of their own are added: one for each prefix of the features."""
+    return len(package.traits.slabs) or 1
 
 
 class _Sweep:
@@ -344,6 +351,7 @@ class _Sweep:
         self.query_ids, self.key_ids = (None if ids is None else ids.contiguous() for ids in call.ids)
         self.vectors = saved.of_vectors if package.traits.vectors else None
         self.queries: Statistics | None = None
+        self.prefixes = len(package.traits.slabs)
         self.sums: Tensor | None = None
         if package.traits.at_once:
             self.sums = package.schedule.term_sums(call.q, max(layout.keys))
@@ -352,7 +360,8 @@ class _Sweep:
             statistics = _new_statistics(package, call.q)
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], call.q.new_empty(0)
         else:
-            self.queries, self.positive, self.stash = view(statistics), statistics[2:], saved.stash
+            self.queries = view(statistics, self.prefixes)
+            self.positive, self.stash = by_prefix(statistics, self.prefixes)[2:], saved.stash
         self.means = Means(package, call, sum(layout.keys)) if package.traits.means else None
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
@@ -364,7 +373,8 @@ class _Sweep:
     def block(
         self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None, guide_keys: Tensor | None = None
     ) -> Block:
-        keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
+        keys = view(statistics, self.prefixes) if self.package.traits.has_keys else None
+        first = self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
         counts = sum(self.layout.rows), sum(self.layout.keys)
         found = (self.queries, keys, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
@@ -418,7 +428,7 @@ class _Sweep:
 def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
     """Of a combined loss queries' parts of M * dL/dscale and M * dL/dbias (2, m), which `combine` leaves in `positive`
     (POSITIVE_PARTS, m); of others the number of queries, as the sum of M * dL/dx over a row is a constant."""
-    return positive[1:3] if package.traits.combined else positive.shape[1]
+    return positive[1:3] if package.traits.combined else positive.shape[-1]
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:
@@ -441,7 +451,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
     finished = trip.home("key statistics")
     if table.transport == "ring":
         panel_columns(saved.of_keys, 0, call.k.shape[0]).copy_(finished)
-    return view(finished)
+    return view(finished, sweep.prefixes)
 
 
 def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
@@ -664,19 +674,29 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
-            stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2, total))
+            stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2 * _losses(package), total))
             ids = ids.new_empty((total * package.traits.ids, 1))
             guides = guides.new_empty((total * package.traits.guide, package.dim))
         kept = {"keys": stash, "key statistics": statistics, "key ids": ids, "guide keys": guides}
         if package.traits.triangle:
             kept = {"keys": stash} | ({"key ids": ids} if package.traits.ids else {})
-        return Tensors(own, kept, dtypes, lambda parts, sums: schedule.merge_ranks(parts, view(sums)))
+        return Tensors(own, kept, dtypes, functools.partial(_merge_ranks, schedule, sweep.prefixes))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
     largest = max(layout.keys)
     kept = {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest], "key ids": ids[:largest]}
     kept["guide keys"] = guides[:largest]
     return Tensors(own, kept, dtypes)
+
+
+def _merge_ranks(schedule: Any, prefixes: int, parts: Tensor, sums: Tensor) -> None:
+    """sums = the statistics of keys that several ranks have, `parts` (ranks, *the shape of sums)."""
+    if not prefixes:
+        schedule.merge_ranks(parts, view(sums))
+        return
+    total, of_ranks = view(sums, prefixes), parts.unflatten(1, (-1, prefixes))
+    for number in range(prefixes):
+        schedule.merge_ranks(of_ranks[:, :, number], total.prefix(number))
 
 
 def _room(package: Package, ranks: int) -> int:

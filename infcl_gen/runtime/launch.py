@@ -75,8 +75,8 @@ def panel(x: Tensor, start: int, rows: int) -> Tensor:
 
 
 def panel_columns(x: Tensor, start: int, count: int) -> Tensor:
-    """Up to `count` columns of x from `start` on; x itself if these are all."""
-    return x if start == 0 and count >= x.shape[1] else x[:, start : start + count]
+    """Up to `count` columns of x, of any number of dimensions, from `start` on; x itself if these are all."""
+    return x if start == 0 and count >= x.shape[-1] else x[..., start : start + count]
 
 
 def operands(

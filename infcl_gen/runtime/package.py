@@ -154,7 +154,7 @@ class Saved(NamedTuple):
     """What forward saves for backward, besides the inputs.
 
     of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it; of a combined
-                loss what `combine` has left of them
+                loss what `combine` has left of them. Over P prefixes P rows of each, as of `of_keys`
     of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
                 (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
@@ -187,7 +187,8 @@ class Block(NamedTuple):
     scale, bias         0-dim, in the statistics dtype
     positives           global key index of each query's positive: int64 (m,), or that of row 0, counted up by row
     first_key           global index of k's first row
-    queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
+    queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none. Of a loss over prefixes
+                        (prefixes, m) and (prefixes, n), and `positive` is (POSITIVE_PARTS, prefixes, m)
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
                         positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; of a triangle z of
                         the positive; a last one, of g by z, where the logit is not affine. With `Traits.several`: sum
@@ -264,6 +265,13 @@ class Block(NamedTuple):
             self.first_query + row0, self.own,
             None if self.guide_queries is None else panel(self.guide_queries, row0, rows),
             None if self.guide_keys is None else panel(self.guide_keys, key0, keys),
+        )  # fmt: skip
+
+    def prefix(self, number: int, columns: int) -> Block:
+        """The block of so many first columns of the features, with the statistics of one of several prefixes."""
+        return self._replace(
+            q=self.q[:, :columns], k=self.k[:, :columns], queries=self.queries and self.queries.prefix(number),
+            keys=self.keys and self.keys.prefix(number), positive=self.positive[:, number],
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:

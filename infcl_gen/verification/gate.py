@@ -75,7 +75,9 @@ from infcl_gen.verification.oracle import (
     numbers_of_rows,
     oracle,
     oracle_by_slices,
+    over_prefixes,
     pair_values,
+    plain_of_all,
     plain_torch,
 )
 
@@ -126,8 +128,20 @@ def _too_large(loss: Tensor, reference: Tensor) -> GateRow:
 
 def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
     """What the gate needs to judge results of `module` for this input; takes a few M x N matrices in fp64."""
-    reference = oracle(module, inputs)
-    bound, magnitude = _error_bound(module, inputs, reference)
+    mathematics, reference = loss_module(module), oracle(module, inputs)
+    if not hasattr(mathematics, "PREFIXES"):
+        bound, magnitude = _error_bound(module, inputs, reference)
+        return Truth(reference, plain_torch(module, inputs), bound, magnitude)
+
+    def of_prefix(part: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
+        exact = part._replace(q=part.q.double(), k=part.others.double())
+        return _error_bound(module, part, plain_of_all(mathematics, exact))
+
+    # Bounds of sums: each prefix has its own.
+    bound, magnitude = (
+        over_prefixes(mathematics, inputs, lambda part, place=place: of_prefix(part)[place])  # type: ignore[misc]
+        for place in range(2)
+    )
     return Truth(reference, plain_torch(module, inputs), bound, magnitude)
 
 

@@ -6,7 +6,7 @@ neither the derived gradient nor any kernel with what it checks.
 
 import importlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -72,6 +72,10 @@ class Inputs(NamedTuple):
             found.append(mathematics.logit(z, scale, bias).logsumexp(1))
         return tuple(found)
 
+    def prefix(self, columns: int) -> "Inputs":
+        """The inputs with so many first columns of the features."""
+        return self._replace(q=self.q[:, :columns], k=None if self.k is None else self.k[:, :columns])
+
     @property
     def others(self) -> Tensor:
         """What queries are compared with."""
@@ -123,6 +127,21 @@ class Inputs(NamedTuple):
         return (self.guide_queries.to(products) @ self.guide_keys.to(products).T).to(result)
 
 
+def over_prefixes(mathematics: Any, inputs: Inputs, work: Callable[[Inputs], LossAndGrads]) -> LossAndGrads:
+    """`work` of a loss without prefixes for the inputs; else the sum of what it finds for each prefix, times weights.
+
+    Gradients of features are as wide as these.
+    """
+    if not hasattr(mathematics, "PREFIXES"):
+        return work(inputs)
+    total: list[Any] = [0.0] * len(LossAndGrads._fields)
+    for columns, weight in zip(mathematics.PREFIXES, mathematics.PREFIX_WEIGHTS, strict=True):
+        for place, value in enumerate(work(inputs.prefix(columns))):
+            padding = (0, inputs.q.shape[1] - columns) if value.dim() else ()
+            total[place] = total[place] + weight * torch.nn.functional.pad(value, padding)
+    return LossAndGrads(*total)
+
+
 def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     """The dense fp64 loss of the package and its gradients, all fp64, for features of any dtype and strides."""
     leaves = inputs.leaves(torch.float64, torch.float64)
@@ -131,12 +150,17 @@ def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
 
 
 def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
-    """The same loss as one would write it in torch, whose error sets the tolerance; as OpenCLIP under autocast.
+    """The same loss as one would write it in torch, whose error sets the tolerance; as OpenCLIP under autocast."""
+    mathematics = loss_module(module)
+    return over_prefixes(mathematics, inputs, lambda part: plain_of_all(mathematics, part))
+
+
+def plain_of_all(mathematics: Any, inputs: Inputs) -> LossAndGrads:
+    """`plain_torch` of all features at once, from a package's loss.py.
 
     Similarities are a product in the features' dtype, so bf16 rounds them. Logits and cross-entropy are fp32 (fp64 for
     fp64 features), and autograd returns through the same dtypes.
     """
-    mathematics = loss_module(module)
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
     leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
     q, k = inputs.scaled(q, k, statistics)
@@ -152,6 +176,10 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = t
 
     It takes SLICE_ROWS queries at a time and computes their similarities again for the gradient.
     """
+    return over_prefixes(mathematics, inputs, lambda part: _by_slices(mathematics, part, features))
+
+
+def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossAndGrads:
     leaves = q, k, factor, bias = inputs.leaves(features, torch.promote_types(features, torch.float32))
     q, k = inputs.scaled(q, k, factor.dtype)
     labels, ids, others = inputs.positives(), inputs.query_ids, q if k is None else k

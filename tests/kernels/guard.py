@@ -23,7 +23,8 @@ NAN, HUGE, LOW = 0xFF, 0x7F, 0xFE  # every byte of the bands: NaN, 3e38, -2e38 a
 BAND = 1 << 15  # bytes; more than any tile of the small packages reaches beyond its buffer
 SHIFT = 16  # no buffer is aligned better than to 16 bytes, which is what the kernels may rely on
 UNSET, SET = ({"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"})
-# Functions whose buffers of 2 to 9 rows hold statistics, where they are of these dtypes.
+# Functions whose buffers of 2 to so many rows hold statistics, where they are of these dtypes.
+MOST_STATISTICS = 15
 STATISTICS_DTYPES = (torch.float32, torch.float64)
 STATISTICS = {"new_saved", "_new_statistics", "forward_scratch", "rows_scratch"}
 
@@ -64,7 +65,7 @@ class GuardBands(TorchFunctionMode):
             caller = sys._getframe(1)
             if caller.f_code.co_filename.startswith(self.package):
                 where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and 2 <= len(result) <= 9
+                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and 2 <= len(result) <= MOST_STATISTICS
                 split = split and result.dtype in STATISTICS_DTYPES
                 return self.place(result, where, keep=name in SET, split=split)
         return result

@@ -1,5 +1,8 @@
 """Losses of the tests, as a user's file has them."""
 
+import dataclasses
+
+from infcl_gen.losses import CLIP, INFONCE
 from tests.losses.combinations import COMBINATIONS, spec_of
 from tests.losses.specs import DERIVABLE, OF_MULTIPLES, OF_ROWS, SMOOTH, spec
 
@@ -12,5 +15,9 @@ hard = spec(DERIVABLE["hard"].formula, "label", "hard")
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()
 squared_weights, hard_keys = OF_MULTIPLES.values()
 smooth, smooth_clip, smooth_rince = SMOOTH.values()
+
+over = {16: 1.0, 32: 0.5, 48: 2.0}
+clip_prefixes = dataclasses.replace(CLIP, prefixes=over)
+infonce_prefixes = dataclasses.replace(INFONCE, prefixes=over)
 
 globals().update({name: spec_of(one, name) for name, one in COMBINATIONS.items()})

@@ -137,7 +137,8 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
-        chosen |= {"forward.depth": wide}
+        deep = "16" if made.loss.endswith("_prefixes") else wide  # which divides the prefixes
+        chosen |= {"forward.depth": deep}
         # Sums over pairs have no such kernel, nor have losses with any number of positives.
         if not made.loss.startswith(("siglip", "pairs", "supcon", "infonce_out", "infonce_in", "distill")):
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
@@ -150,6 +151,6 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
         if made.strategy == "fused":
             chosen |= {"fused.rows": "32", "fused.keys": "64"}
         else:
-            chosen |= {"gradient.depth": wide, "product.rows": "64", "product.depth": "32"}
+            chosen |= {"gradient.depth": deep, "product.rows": "64", "product.depth": "32"}
             chosen |= {"product.keys": str(min(64, padded_dim(made.dim)))}
     return tuple((chosen | dict(made.settings)).items())

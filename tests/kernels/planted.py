@@ -67,6 +67,7 @@ GUIDED_IN_A_RING = Made("panel", "distill", devices=4, settings=(("transport", "
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
+PREFIXES = Made("panel", "clip_prefixes", dim=48)
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
 RAGGED = [(33, 70), (65, 65), (100, 97)]
@@ -766,6 +767,40 @@ BUGS: dict[str, Bug] = {
         (("_runtime/engine.py", "(call.q if self.products.of_queries else call.k)", "call.q"),),
         checks.frozen_sides,
         (),
+    ),
+    # ---- prefixes of the features
+    "a slab takes the gradient of its own prefix alone": Bug(
+        PREFIXES,
+        (("kernels.py", "        value += g_16\n", "        value = g_16\n"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "prefixes take the partial sums of others": Bug(
+        PREFIXES,
+        (
+            (
+                "schedule.py",
+                "each[number :: len(PREFIXES)] for each in scratch.row",
+                "each[:: len(PREFIXES)] for each in scratch.row",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+        "loss",
+    ),
+    "keys of a prefix have the weight of others": Bug(
+        PREFIXES, (("schedule.py", "share_of_all * weight", "share_of_all"),), checks.numerics, (case(),), "dq"
+    ),
+    "a positive is that of all columns": Bug(
+        PREFIXES, (("schedule.py", "width=q.shape[1]", "width=DIM"),), checks.numerics, (case(),), "dq"
+    ),
+    "a strip computed again leaves out prefixes": Bug(
+        PREFIXES,
+        (("kernels.py", "            value += g_32\n", "            value += 0.0\n"),),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+        "dq",
     ),
     # ---- rows that are keys of each other
     "a row is a key of its own": Bug(

@@ -97,6 +97,14 @@ SIGLIP = LossSpec("tempered_siglip", sum_over_pairs(softplus((1 - 2 * is_positiv
 apart, harder = logsumexp_over_keys(y) - positive(y), softplus(logsumexp_over_negatives(y) - logsumexp_over_keys(y))
 HARD = LossSpec("tempered_hard", mean_over_queries(query_weight * (apart + harder)), positives="label")
 """
+PREFIXES = """
+import dataclasses
+
+from infcl_gen.losses import CLIP, INFONCE
+
+prefixes = {2: 1.0, 5: 0.5, 8: 2.0}
+clip, infonce = (dataclasses.replace(loss, prefixes=prefixes) for loss in (CLIP, INFONCE))
+"""
 FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
@@ -104,6 +112,7 @@ FILES = {
     "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD",
     "tempered_infonce": "tempered.py:INFONCE", "tempered_clip_ids": "tempered.py:CLIP",
     "tempered_siglip": "tempered.py:SIGLIP", "tempered_hard": "tempered.py:HARD",
+    "clip_prefixes": "prefixes.py:clip", "infonce_prefixes": "prefixes.py:infonce",
     "smooth": "smooth.py:INFONCE", "smooth_clip": "smooth.py:CLIP", "smooth_rince": "smooth.py:RINCE",
 }  # fmt: skip
 
@@ -118,6 +127,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     (folder / "own.py").write_text(OWN)
     (folder / "smooth.py").write_text(SMOOTH)
     (folder / "tempered.py").write_text(TEMPERED)
+    (folder / "prefixes.py").write_text(PREFIXES)
     sys.path.insert(0, str(folder))
 
     def get(

@@ -6,6 +6,7 @@ Pure data, derived from the formula (`losses.derive`), and stored in a package a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
 
 # When the gradient of a pair's logit is known: before any pair is seen; once its row of pairs is complete; or once all
@@ -42,6 +43,8 @@ class Traits:
     means             whether a multiple of the mean of all logits is part of the loss
     scaled            the keywords of a call by whose numbers rows of features are multiplied first: "query_scale" and
                       "key_scale"
+    slabs             widths of the slabs of columns by which one prefix of the features exceeds the one before: each
+                      prefix has statistics and a loss of its own, which are added; none where all features are one
     domain            "rectangle": queries and keys; "triangle": queries are keys of each other, but not of themselves,
                       and z_ij = z_ji is computed once
     """
@@ -60,6 +63,15 @@ class Traits:
     domain: Domain = "rectangle"
     means: bool = False
     scaled: tuple[str, ...] = ()
+    slabs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slabs", tuple(self.slabs))  # stored as a list
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """Columns of each prefix."""
+        return tuple(itertools.accumulate(self.slabs))
 
     @property
     def has_keys(self) -> bool:

@@ -1,5 +1,6 @@
 """The self-test of a generated package: small batches on one device against the package's `reference` in fp64."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -166,6 +167,13 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
     largest at most. Triton's interpreter cuts bf16 instead of rounding. Its errors then have the sign of g: those of
     positives add up, and those of all other pairs.
     """
+    found: dict[str, float] = {}
+    if package.traits.slabs:  # the g of a slab is the sum of those of its prefixes
+        alone = dataclasses.replace(package, traits=dataclasses.replace(package.traits, slabs=()))
+        for columns, weight in zip(package.traits.prefixes, package.loss.PREFIX_WEIGHTS, strict=True):
+            part = _rounded(alone, exact, q[:, :columns], None if k is None else k[:, :columns], scale)
+            found = {name: found.get(name, 0.0) + weight * value for name, value in part.items()}
+        return found
     k, given = q if k is None else k, k
     rows, keys = q.shape[0], k.shape[0]
     unit, typical = torch.finfo(package.dtype).eps / 2, math.sqrt(3) if min(rows, keys) > FEW else 1.0
@@ -180,7 +188,7 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
         others[_are_positive(package, q, given)] = 0.0
         parts = [g - others, others]
     total = torch.linalg.vector_norm(g * z) + sum((part * z).sum().abs() for part in parts) / typical
-    found = {"dscale": unit * times * float(total) / scale}
+    found["dscale"] = unit * times * float(total) / scale
     sides = [("dq", squares, k, parts), ("dk", squares.T, q, [part.T for part in parts])]
     for name, squared, other, cut in sides if given is not None else sides[:1]:
         # What own negatives add to dq is rounded on its own, and so is the sum.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import panel
+from .launch import panel_columns
 
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
@@ -22,6 +22,7 @@ LOG2E = 1.0 / LN2
 class Statistics(NamedTuple):
     """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; an empty sum has mantissa 0.
 
+    (rows,) each; of a loss over several prefixes (prefixes, rows).
     A combined loss divides mantissas by the weights of their rows, which leaves any number.
     NaN in either part: the row saw a NaN or an infinite logit. Where exponents are not exact integers (beyond 2^24 in
     fp32) mantissas take the rest.
@@ -32,13 +33,22 @@ class Statistics(NamedTuple):
 
     def panel(self, start: int, rows: int) -> Statistics:
         """Up to `rows` rows from `start` on, as `launch.panel`."""
-        return Statistics(panel(self.exponent, start, rows), panel(self.mantissa, start, rows))
+        return Statistics(panel_columns(self.exponent, start, rows), panel_columns(self.mantissa, start, rows))
+
+    def prefix(self, number: int) -> Statistics:
+        """Those of one prefix, of statistics of several: (prefixes, rows)."""
+        return Statistics(self.exponent[number], self.mantissa[number])
 
 
-def view(pair: Tensor) -> Statistics:
-    """A (2 or more, rows) tensor as statistics, without a copy."""
-    exponent, mantissa, *_ = pair.unbind()
+def view(pair: Tensor, prefixes: int = 0) -> Statistics:
+    """A (2 or more, rows) tensor as statistics, without a copy; of several prefixes (2 or more times that, rows)."""
+    exponent, mantissa, *_ = by_prefix(pair, prefixes).unbind()
     return Statistics(exponent, mantissa)
+
+
+def by_prefix(numbers: Tensor, prefixes: int) -> Tensor:
+    """Numbers (N * prefixes, rows) as (N, prefixes, rows), without a copy; without prefixes as they are."""
+    return numbers.unflatten(0, (-1, prefixes)) if prefixes else numbers
 
 
 def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:

@@ -1,0 +1,52 @@
+"""Kernels of losses over prefixes of the features: one sweep with statistics, and gradients of logits, of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from infcl_gen.verification.properties import Case
+from tests.kernels import checks
+from tests.kernels.packages import Made
+from tests.kernels.worker import Interpreter
+
+CLIP = Made("panel", "clip_prefixes", dim=48)
+INFONCE = Made("panel", "infonce_prefixes", "fp16", dim=48, settings=(("descriptors", "off"),))
+BOTH = pytest.mark.parametrize("made", [CLIP, INFONCE], ids=["clip", "infonce"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("features", "layout", "scale"),
+    [("unit", "contiguous", 14.3), ("matched", "strided", 100.0), ("unnormalised", "contiguous", 1000.0)],
+)
+def test_as_accurate_as_the_dtypes_allow(
+    interpreted: Interpreter, made: Made, features: str, layout: str, scale: float
+) -> None:
+    interpreted(checks.numerics, made, Case(129, 100, 0, scale=scale, bias=-1.0, features=features, layout=layout))
+
+
+@BOTH
+def test_ragged_sizes_amid_nan(interpreted: Interpreter, made: Made) -> None:
+    """Also where rows differ by more than a tile's one exponential can hold."""
+    interpreted(checks.guarded, made, [(n, (n * 37) % 131) for n in (1, 31, 64, 97, 130)], 14.3, "cpu", 3)
+    interpreted(checks.guarded, made, [(70, 45)], 1000.0)
+
+
+def test_a_flag_for_all_prefixes(interpreted: Interpreter) -> None:
+    interpreted(checks.flagged_sums, CLIP)
+
+
+@BOTH
+def test_frozen_sides(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.frozen_sides, made)
+
+
+@pytest.mark.parametrize(("loss", "transport"), [("clip", "ring"), ("clip", "gather"), ("infonce", "ring")])
+def test_over_ranks(interpreted: Interpreter, loss: str, transport: str) -> None:
+    made = Made("panel", f"{loss}_prefixes", dim=48, devices=4, settings=(("transport", transport),))
+    interpreted(checks.over_ranks, made, 3, [[130, 0, 10], [40, 0, 0]])
+
+
+def test_selftest_of_the_planned_tiles(interpreted: Interpreter) -> None:
+    """Whose last slab is no whole tile of the depth."""
+    interpreted(checks.selftest, Made("panel", "clip_prefixes", dim=48, small=False))

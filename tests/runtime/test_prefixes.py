@@ -1,0 +1,205 @@
+"""Losses over prefixes of the features, in one sweep: torch's own cross-entropy of each slice is the truth."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import infcl_gen
+from infcl_gen.errors import InfclError
+from infcl_gen.runtime.table import Table
+from infcl_gen.verification.gate import failures, gate, truth_of
+from infcl_gen.verification.oracle import Inputs, LossAndGrads
+from infcl_gen.verification.properties import Case, inputs_of
+from infcl_gen.verification.worker import averaged
+from tests.kernels.planted import Edit
+
+from .in_process import World
+
+Packages = Callable[..., ModuleType]
+LOSSES = ("clip_prefixes", "infonce_prefixes")
+PREFIXES = {2: 1.0, 5: 0.5, 8: 2.0}
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def batch(loss: str, seed: int = 0, rows: int = 70, keys: int = 93) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    counts = rows, rows if loss == "clip_prefixes" else keys
+    q, k = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in counts)
+    labels = None if loss == "clip_prefixes" else torch.randint(counts[1], (rows,), generator=generator)
+    return Inputs(q, k, 3.0, -1.0, labels)
+
+
+def dense(inputs: Inputs) -> LossAndGrads:
+    """Kusupati et al., arXiv 2205.13147, equation 1, with the loss of each prefix written out."""
+    leaves = q, k, scale, bias = inputs.leaves(torch.float64, torch.float64)
+    own = torch.arange(len(q)) if inputs.labels is None else inputs.labels
+    total = q.new_zeros(())
+    for columns, weight in PREFIXES.items():
+        logits = scale * (q[:, :columns] @ k[:, :columns].T) + bias
+        value = torch.nn.functional.cross_entropy(logits, own)
+        if inputs.labels is None:
+            value = (value + torch.nn.functional.cross_entropy(logits.T, own)) / 2
+        total = total + weight * value
+    return LossAndGrads(total.detach(), *torch.autograd.grad(total, leaves))
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for name, ours, theirs in zip(("loss", "dq", "dk", "dscale", "dbias"), found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def as_defined(package: ModuleType, loss: str) -> None:
+    for seed, rows in enumerate((70, 1, 9)):
+        inputs = batch(loss, seed, rows)
+        truth = dense(inputs)
+        assert_close(package.loss_and_grads(*inputs[:4], labels=inputs.labels), truth)
+        torch.testing.assert_close(package.reference(*inputs[:4], labels=inputs.labels), truth.loss, **CLOSE)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_device_against_the_definition(packages: Packages, loss: str) -> None:
+    as_defined(packages(loss), loss)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_frozen_sides(packages: Packages, loss: str) -> None:
+    inputs = batch(loss)
+    truth = dense(inputs)
+    for side, place in (("query", 0), ("key", 1)):
+        leaves = inputs.leaves(torch.float64, torch.float64)
+        leaves[place].requires_grad_(False)
+        value = packages(loss, frozen=side).contrastive_loss(*leaves, labels=inputs.labels)
+        found = torch.autograd.grad(value, [x for x in leaves if x.requires_grad])
+        expected = [each for other, each in enumerate(truth[1:]) if other != place]
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_as_accurate_as_the_dtypes_allow(packages: Packages, loss: str, dtype: str) -> None:
+    package = packages(loss, dtype)
+    for features, layout, scale, rows in itertools.product(
+        ("unit", "matched", "negative"), ("contiguous", "strided"), (1.0, 100.0), (1, 129)
+    ):
+        inputs = inputs_of(package, Case(rows, rows, 8, dtype, scale, -1.0, features, layout, seed=rows))
+        judged = gate(package.loss_and_grads(*inputs[:4], labels=inputs.labels), truth_of(package, inputs))
+        assert not failures(judged), f"{features}, {scale}, {rows}: {failures(judged)}"
+    assert package.selftest()["ok"]
+
+
+def test_nan_in_nan_out(packages: Packages) -> None:
+    """One behind the first prefix leaves that prefix's gradients to no one: they are sums with others."""
+    inputs = batch("clip_prefixes")
+    inputs.q[5, 7] = torch.nan
+    value, dq, dk, dscale, _ = packages("clip_prefixes").loss_and_grads(*inputs[:4])
+    truth = dense(inputs)
+    assert value.isnan() and dscale.isnan()
+    assert torch.equal(dq.isnan(), truth.dq.isnan()) and torch.equal(dk.isnan(), truth.dk.isnan())
+
+
+SHARDS = [([9], [9]), ([6, 10], [10, 6]), ([5, 0, 9], [4, 10, 0]), ([70, 3, 0], [0, 3, 70])]
+
+
+def over_ranks(
+    package: ModuleType, loss: str, transport: str, keeps: bool, shards: tuple[list[int], list[int]]
+) -> None:
+    """The average of the ranks is the definition's, and equal calls give equal bits."""
+    rows, keys = shards
+    world, inputs = len(rows), batch(loss, 3, sum(rows), sum(keys))
+    travelling = package.ContrastiveLoss._package.table.travelling
+    table = Table(transport, 1, world, keeps and transport == "ring", travelling)
+
+    def job(rank: int) -> list[Any]:
+        own = inputs.of_rank(*(slice(sum(counts[:rank]), sum(counts[: rank + 1])) for counts in (rows, keys)))
+        return list(package.loss_and_grads(*own[:4], labels=own.labels))
+
+    results = [World(package, world, tables={world: table}, seed=seed).run(job) for seed in (1, 2)]
+    for first, second in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_close(averaged(results[0]), dense(inputs))
+
+
+@pytest.mark.parametrize(("transport", "keeps"), [("ring", True), ("ring", False), ("gather", False)])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_over_ranks(packages: Packages, loss: str, transport: str, keeps: bool) -> None:
+    """Uneven ranks, ranks without queries, without keys, and without both."""
+    for shards in SHARDS:
+        over_ranks(packages(loss), loss, transport, keeps, shards)
+
+
+def test_statistics_of_each_prefix_travel(packages: Packages) -> None:
+    items = packages("clip_prefixes", devices=2).ContrastiveLoss._package.table.travelling
+    assert {item.name: item.columns for item in items} == {"keys": 8, "key statistics": 6, "key gradients": 8}
+
+
+def test_prefixes_by_keyword() -> None:
+    """Of a built-in loss, in `load`, and in the loss that takes no sizes."""
+    inputs = batch("clip_prefixes")
+    truth = dense(inputs)
+    leaves = inputs.leaves(torch.float64, torch.float64)
+    package = infcl_gen.load(batch_size=300, dim=8, dtype="fp64", target="cpu", prefixes=PREFIXES)
+    assert "--prefixes 2,5:0.5,8:2.0" in package.SPEC["regenerate"] and "--loss clip " in package.SPEC["regenerate"]
+    by_module = infcl_gen.ContrastiveLoss(prefixes=PREFIXES)
+    for call in (package.contrastive_loss, by_module, lambda *x: infcl_gen.contrastive_loss(*x, prefixes=PREFIXES)):
+        value = call(*leaves)
+        assert_close([value.detach(), *torch.autograd.grad(value, leaves)], truth)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"prefixes": [2, 5]}, "must end with dim 8"),
+        ({"prefixes": [5, 2, 8]}, "do not grow"),
+        ({"prefixes": {2: 0.0, 8: 1.0}}, "weight 0.0"),
+        ({"prefixes": "2,x"}, "is not a count"),
+        ({"prefixes": [2, 8], "loss": "siglip"}, "not for sums over pairs"),
+        ({"prefixes": [2, 8], "loss": "ntxent"}, "of two sides"),
+        ({"prefixes": [2, 8], "loss": "rince"}, "constant multiples"),
+        ({"prefixes": [2, 8], "target": None, "device_profile": "h200", "dtype": "bf16"}, "give prefixes with 16"),
+        (
+            {"prefixes": [16, 64], "dim": 64, "target": None, "device_profile": "h200", "dtype": "fp32"},
+            "give dtype bf16",
+        ),
+    ],
+)
+def test_what_has_no_kernel_is_refused(flags: dict[str, Any], says: str) -> None:
+    with pytest.raises(InfclError, match=says) as caught:
+        infcl_gen.plan(**{"batch_size": 300, "dim": 8, "dtype": "fp64", "target": "cpu"} | flags)
+    assert "\n" not in str(caught.value)
+
+
+ENGINE, SCHEDULE = "_runtime/engine.py", "schedule.py"
+ALONE: dict[str, Edit] = {
+    "slabs take the gradient of their own prefix alone": (SCHEDULE, "g.add_(longer)", "pass"),
+    "all slabs take that of the whole": (SCHEDULE, "g.add_(longer)", "g.copy_(longer)"),
+    "gradients are not weighted": (SCHEDULE, "g.mul_(formulas.PREFIX_WEIGHTS[number])", "pass"),
+    "terms are not weighted": (SCHEDULE, "weight * of_prefix", "weight"),
+    "similarities start again": (SCHEDULE, "slab.start == 0)", "True)"),
+    "the sums of a prefix hold no positive": (SCHEDULE, "= exponent[row], e[row, column]", "= exponent[row], 0.0"),
+}
+OVER_RANKS: dict[str, Edit] = {
+    "the first prefix is merged alone": (ENGINE, "for number in range(prefixes):", "for number in range(1):"),
+    "sums of prefixes are mixed": (ENGINE, "total.prefix(number)", "total.prefix(prefixes - 1 - number)"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
+    wrong = importlib.import_module(planted(name, "clip_prefixes", (ALONE[name],)))
+    with pytest.raises(AssertionError):
+        as_defined(wrong, "clip_prefixes")
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_planted_bugs_of_ranks_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
+    wrong = importlib.import_module(planted(name, "clip_prefixes", (OVER_RANKS[name],)))
+    with pytest.raises(AssertionError):
+        over_ranks(wrong, "clip_prefixes", "gather", False, ([6, 10], [10, 6]))
