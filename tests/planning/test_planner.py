@@ -25,7 +25,7 @@ from infcl_gen.planning import Plan
 from infcl_gen.planning.candidates import SATURATED
 from infcl_gen.planning.planner import cost_model
 from tests.calls import calls
-from tests.kernels.packages import OWN
+from tests.kernels import losses
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
 from tests.planning.walk import walk
@@ -223,7 +223,7 @@ def test_products_are_counted(flags: dict[str, Any], products: float) -> None:
 def test_sums_without_positives_are_not_taken_by_rows() -> None:
     """A positive may be the reference of a row: where it lies far above all others, their sum would be lost."""
     flags: dict[str, Any] = {"batch_size": "16k", "dim": 768, "device_profile": "h200", "memory_budget": "4GiB"}
-    flags |= {"loss": f"{OWN}:margin"}
+    flags |= {"loss": f"{losses.__file__}:margin"}
     assert plan_flags(**flags).strategy == "panel"
     with pytest.raises(InputError, match="no kernels that leave positives out"):
         plan_flags(**flags, set={"strategy": "rows"})
