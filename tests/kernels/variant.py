@@ -12,7 +12,7 @@ import jinja2
 import infcl_gen.kernels
 from infcl_gen.emission.render import _environment, template_folder
 from infcl_gen.kernels.choice import Choice
-from infcl_gen.kernels.elementwise import PRODUCT
+from infcl_gen.kernels.elementwise import product_kernels
 from infcl_gen.kernels.family import Family
 
 
@@ -22,7 +22,7 @@ def wanted(choice: Choice) -> bool:
 
 FAMILY = Family(
     "narrow",
-    lambda choice: (dataclasses.replace(PRODUCT, name="product_narrow", replaces="product"),),
+    lambda choice: (dataclasses.replace(*product_kernels(choice), name="product_narrow", replaces="product"),),
     ("panel",),
     wanted=wanted,
     revision=1,
