@@ -99,21 +99,22 @@ def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
+@pytest.mark.parametrize("dim", [96, 768])
+def test_kernels_with_a_guide(dim: int, tmp_path: Path) -> None:
+    how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
+    package = infcl_gen.generate(output=tmp_path / "p", loss="distill", **how)
+    kernels = ("forward", "forward_wide", "merge_guided", "combine", "gradient")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
 @pytest.mark.parametrize(
     ("loss", "dim"),
-    [
-        ("supcon_out", 96),
-        ("supcon_in", 40),
-        ("supcon_in", 768),
-        ("infonce_out", 768),
-        ("infonce_in", 96),
-        ("distill", 96),
-        ("distill", 768),
-    ],
+    [("supcon_out", 96), ("supcon_in", 40), ("supcon_in", 768), ("infonce_out", 768), ("infonce_in", 96)],
 )
 def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path) -> None:
+    """Tiles are those of other losses, but for gradients of a rectangle's rows."""
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
-    kernels = ("forward", "forward_wide", "merge_positives", "combine", "gradient")
+    kernels = ("positives", "combine", "gradient", "gradient_positives")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
@@ -130,7 +131,8 @@ def test_kernels_of_prefixes(loss: str, prefixes: list[int], tmp_path: Path) -> 
 def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
     how = {"dtype": "fp32", "precision": "exact", "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=96, **how)
-    check(resources(package, "sm_90", "forward", "gradient"), package, "sm_90", "forward", "gradient")
+    kernels = ("forward", "gradient") + ("positives", "gradient_positives") * (loss != "distill")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_templates_stay_small() -> None:
 
     520 lines are of sums over pairs, which share opening, products and finish with softmaxes, but no sweep; 60 tell
     apart pairs of one id; 170 are of rows of panels, whose sweep is the forward's with a reference for each query; 130
-    combine the sum of a query and its positive; 330 are of a triangle, whose panels, positives and sums of one side are
-    its own, 40 of these where it combines a sum and its positive; 20 are of queries' own numbers; 320 count and sum any
+    combine the sum of a query and its positive; 350 are of a triangle, whose panels, positives and sums of one side are
+    its own, 40 of these where it combines a sum and its positive; 20 are of queries' own numbers; 340 count and sum any
     number of positives, whose forward and gradient are their own on the CPU; 10 add the mean of all logits; 4 take
     factors of similarities; 70 make a second sum of each query; 225 are of a guide, whose sweep on the CPU and whose
     sums are their own; 540 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of
@@ -108,7 +108,7 @@ def test_templates_stay_small() -> None:
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 4470 and pages <= 150
+    assert sum(lines.values()) - pages <= 4520 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -180,11 +180,11 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 20 195 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 20 265 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     340 for queries' own numbers from the call to the gate, 240 for the mean of all logits, 30 for what refusals offer,
-    400 for any number of positives, from the formula on, 220 for factors of similarities, 260 for a
+    450 for any number of positives, from the formula on, 220 for factors of similarities, 260 for a
     second sum of each query, 320 for a guide, 430 for prefixes from the flag to the gate,
     50 for numbers at the planned size; 3 490 plan and run training steps, 15 of which remember costs; 960 are what
     users meet first, 50 of which take a LossSpec itself, 20 prefixes, and refuse a module's wrong arguments where it is
@@ -195,5 +195,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 20_195, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 20_265, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 960 and pages <= 850 and step <= 3_490

@@ -16,6 +16,7 @@ from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, formulas_of, left_out, triton_code
 from infcl_gen.losses.printers import p, pair_code, x
+from infcl_gen.planning.candidates import PANEL_LIMIT
 from infcl_gen.planning.planner import Plan
 
 
@@ -257,7 +258,7 @@ def _header_context(plan: Plan) -> dict[str, Any]:
 
 def _class_context(plan: Plan) -> dict[str, Any]:
     """What tells a tile the classes of its pairs."""
-    ids, triangle = plan.traits.ids, plan.traits.triangle
+    ids, triangle = plan.traits.ids_in_tiles, plan.traits.triangle
     offset, placed = f"offset = {_clamped('first_positive - first_key - key0')}", plan.traits.placed
     return {
         "placed": placed,
@@ -415,67 +416,19 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 def _several_context(plan: Plan) -> dict[str, Any]:
     """What the kernels of a loss with a statistic of any number of positives read."""
-    several, softmax, triangle, both = (
-        plan.traits.several and not plan.traits.guide, plan.traits.softmax_of_positives, plan.traits.triangle,
-        plan.both_axes,
-    )  # fmt: skip
-    means = {
-        "key_shares_of_positives": "of_keys = tl.load(key_sum_of_positives + visiting_keys)",
-        "merged_positives": f"merge_sums(block, part_positives, sum_of_positives, {_MERGED})",
-        "about_left": "becomes what g of each positive has by it, b_i / n_i",
-        "y_of_positives": "of_positives.to(tl.float64) / positives_of_query * slope",
-        "left_of_positives": _LEFT_OF_MEANS,
-    }
-    shares = {
-        "key_shares_of_positives": _SHARES_OF_KEYS,
-        "merged_positives": f"merge_rows(block, {_TOTALS},\n           {_MERGED})",
-        "about_left": "becomes the sum over b_i, too",
-        "y_of_positives": "log2_of(exponent_of_sum, of_positives)",
-        "left_of_positives": _LEFT_OF_SHARES,
-    }
-    of_columns = {
-        "column_numbers": "column_found += tl.sum(found, axis=0)",
-        "column_sums_of_positives": "column_positives += tl.sum(of_positives, axis=0)",
-    }
-    of_rows_and_columns = {
-        "positives_above_diagonal": "if DIAGONAL:\n    same_id = same_id & (rows[:, None] < columns[None, :])",
-        "none_of_a_row_and_itself": "if DIAGONAL:\n    value = tl.where(rows[:, None] == columns[None, :], 0.0, value)",
-    }
-    of_exponents = {
-        "no_exponents_below": _STORED_EXPONENTS.format(
-            "row", "key_block * rows", "rows", "nothing + LOWEST", "queries"
-        ),
-        "exponents_of_positives": _EXPONENT_OF_SUM,
-    }
-    of_column_exponents = {
-        "no_exact_column_exponents": 'column_positives_exponent = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)',
-        "stored_column_exponents": _STORED_EXPONENTS.format(
-            "key", "number * keys", "columns", "column_positives_exponent", "keys"
-        ),
-        "least_of_column_positives": _LEAST_OF_COLUMNS,
-        "shares_of_keys": "of_positives += tl.exp2(tl.fma(z, slope, -positives_e[None, :])) * positives_b[None, :]",
-    }
-    found = shares if softmax else means
-    wanted = (
-        (of_columns, both), (of_rows_and_columns, triangle), (of_exponents, softmax),
-        (of_column_exponents, softmax and both), (found, several),
-    )  # fmt: skip
-    texts = {name: text if used else ABSENT for group, used in wanted for name, text in group.items()}
+    softmax, triangle, both = plan.traits.softmax_of_positives, plan.traits.triangle, plan.both_axes
+    groups = (_MEANS, plan.traits.sorted_ids), (_SHARES, softmax), (_OF_ITSELF, triangle)
+    texts = {name: ABSENT for group, _ in groups for name in group}
+    texts |= {name: text for group, used in groups if used for name, text in group.items()}
     return texts | {
-        "several": several,
+        "several": plan.traits.sorted_ids,
         "guided": plan.traits.guide,
-        "about_g_of_positives": _ABOUT_G_BY_GUIDE
-        if plan.traits.guide
-        else _ABOUT_G_OF_POSITIVES[several + (several and not triangle)],
-        "absent": ABSENT,
+        "about_g_of_positives": _ABOUT_G_BY_GUIDE if plan.traits.guide else _ABOUT_G_OF_POSITIVES,
+        "largest_step": PANEL_LIMIT,
         "noted_positives": plan.traits.placed and not triangle,
-        "without_ids": plan.traits.ids and not several,
-        "columns_have_positives": several and both,
-        "sums_of_positives": "shares_of_positives" if softmax else "sums_of_positives",
-        "own_sums_of_positives": "own_shares_of_positives" if softmax else "sums_of_positives",
-        "gradient_of_positives": "gradient_of_shares" if softmax else "gradient_of_means",
-        "plus_that_of_keys": " + of_keys[None, :]" * both,
-        "key_shares_of_positives": texts["key_shares_of_positives"] if both else ABSENT,
+        "softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,
+        "slopes_of_keys": texts["slopes_of_keys"] if both else ABSENT,
+        "and_of_a_row_and_itself": " A row and itself has none." * triangle,
     }
 
 
@@ -496,7 +449,7 @@ def _second_context(plan: Plan) -> dict[str, Any]:
         "about_second": "second_mantissa that of the second sum over a2_i, likewise",
         "divided_second": f"sum_of_second = {divided}\n    tl.store({mantissa.format('sum_of_second.to(tl.float32)')})",
         "key_shares_of_second": _SHARES_OF_SECOND if both else ABSENT,
-        "second_softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,
+        "second_softmax_of_keys": _SECOND_SOFTMAX_OF_KEYS if both else ABSENT,
         "second_columns_above_diagonal": _SECOND_COLUMNS if traits.triangle else ABSENT,
         "no_second_below": _NO_SECOND_BELOW,
         "no_second_columns": "second_column_sums = tl.zeros((FORWARD_KEYS,), tl.float32)" if both else ABSENT,
@@ -525,37 +478,85 @@ tl.store(row_second_sum + key_block * rows_stride + rows, nothing, mask=rows < q
 _SHARES_OF_SECOND = """\
 second_e = tl.load(key_second_exponent + visiting_keys)
 second_b = KEY_SHARE / tl.load(key_second_mantissa + visiting_keys)"""
-_SOFTMAX_OF_KEYS = "value += tl.exp2(tl.fma(z, slope * MULTIPLE, -second_e[None, :])) * second_b[None, :]"
+_SECOND_SOFTMAX_OF_KEYS = "value += tl.exp2(tl.fma(z, slope * MULTIPLE, -second_e[None, :])) * second_b[None, :]"
 _SECOND_COLUMNS = "second_column_reference = tl.where(columns > diagonal_row, second_column_reference, LOWEST)"
-_MERGED = "rows, parts, part_stride, written"
-_TOTALS = "part_positives_exponent, part_positives, exponent_of_positives, sum_of_positives"
-_ABOUT_G_OF_POSITIVES = (
-    "Positives get the g of a negative; `gradient_positives`\n    follows.",
-    "Positives are told by their ids,\n    and a row and itself has no g.",
-    "Positives are told by their ids.\n   ",
-)
+_ABOUT_G_OF_POSITIVES = "Positives get the g of a negative; `gradient_positives`\n    follows."
 _ABOUT_G_BY_GUIDE = "The guide's similarities are\n    computed again, too."
-_SHARES_OF_KEYS = """\
-positives_e = tl.load(key_exponent_of_positives + visiting_keys)
-positives_b = KEY_SHARE / tl.load(key_sum_of_positives + visiting_keys)"""
-_EXPONENT_OF_SUM = "exponent_of_sum = tl.load(exponent_of_positives + i, mask=i < queries, other=0.0)"
-_STORED_EXPONENTS = "tl.store({0}_positives_exponent + {1}_stride + {2},\n         {3}, mask={2} < {4})"
-_LEAST_OF_COLUMNS = """\
-least = min(least, tl.min(tl.where(column_found > 0.0, column_positives, 1.0)))
-column_positives_exponent = tl.where(column_found > 0.0, tl.zeros_like(column_found) + shared, LOWEST)"""
-_LEFT_OF_MEANS = (
-    "tl.store(sum_of_positives + i, (positive_slope / positives_of_query).to(tl.float32), mask=i < queries)"
-)
-_LEFT_OF_SHARES = """\
+
+
+# By name in the templates of `positives`, `combine` and `gradient_positives`: of a mean of positives, and of a
+# log-sum-exp what differs.
+_MEANS = {
+    "what_of_positives": "their number, and the sum of their z",
+    "no_positives": "total = tl.zeros((POSITIVE_ROWS,), tl.float32)",
+    "added_positives": "total += tl.sum(tl.where(same_id, z, 0.0), axis=1)",
+    "merged_positives": """\
+total += tl.load(sum_of_positives + own_rows, mask=known, other=0.0)
+tl.store(sum_of_positives + own_rows, total, mask=known)""",
+    "about_left": "becomes what g of each positive has by it, b_i / n_i",
+    "y_of_positives": "of_positives.to(tl.float64) / positives_of_query * slope",
+    "left_of_positives": (
+        "tl.store(sum_of_positives + i, (positive_slope / positives_of_query).to(tl.float32), mask=i < queries)"
+    ),
+    "positives_of_queries": "of_queries = tl.load(sum_of_positives + own_rows, mask=known, other=0.0)",
+    "slopes_of_queries": "value += QUERY_SHARE * of_queries[:, None]",
+    "slopes_of_keys": """\
+of_keys = tl.load(key_sum_of_positives + key_rows, mask=there, other=0.0)
+value += KEY_SHARE * of_keys[None, :]""",
+}
+_SHARES = {
+    "what_of_positives": "their number, and the sum of their 2^y",
+    "no_positives": """\
+slope = base2_slope(scale_ptr, bias_ptr)
+reference = tl.full((POSITIVE_ROWS,), LOWEST, tl.float32)
+total = tl.zeros((POSITIVE_ROWS,), tl.float32)""",
+    "added_positives": """\
+not_positive = tl.where(same_id, 0.0, float("-inf"))
+top = tl.maximum(reference, tl.floor(tl.max(z * slope + not_positive, axis=1)))
+terms = tl.exp2(tl.fma(z, slope, -top[:, None]) + not_positive)
+total = total * tl.exp2(reference - top) + tl.sum(terms, axis=1)
+reference = top""",
+    "merged_positives": """\
+before = tl.load(sum_of_positives + own_rows, mask=known, other=0.0)
+e = tl.load(exponent_of_positives + own_rows, mask=known, other=0.0)
+e = tl.where(before == 0.0, LOWEST, e)  # nothing so far
+top = tl.maximum(e, reference)
+total = before * tl.exp2(e - top) + total * tl.exp2(reference - top)
+tl.store(sum_of_positives + own_rows, total, mask=known)
+tl.store(exponent_of_positives + own_rows, top, mask=known)""",
+    "about_left": "becomes the sum over b_i, too",
+    "exponents_of_positives": "exponent_of_sum = tl.load(exponent_of_positives + i, mask=i < queries, other=0.0)",
+    "y_of_positives": "log2_of(exponent_of_sum, of_positives)",
+    "left_of_positives": """\
 of_positives = tl.where(found, of_positives / positive_slope, float("inf"))  # of no positives all shares are 0
     tl.store(sum_of_positives + i, of_positives.to(tl.float32), mask=i < queries)
-    tl.store(exponent_of_positives + i, tl.where(found, exponent_of_sum, 2.0**127), mask=i < queries)"""
+    tl.store(exponent_of_positives + i, tl.where(found, exponent_of_sum, 2.0**127), mask=i < queries)""",
+    "positives_of_queries": """\
+positives_e = tl.load(exponent_of_positives + own_rows, mask=known, other=0.0)
+positives_a = QUERY_SHARE / tl.load(sum_of_positives + own_rows, mask=known, other=1.0)""",
+    "slopes_of_queries": "value += tl.exp2(tl.fma(z, slope, -positives_e[:, None])) * positives_a[:, None]",
+    "slopes_of_keys": """\
+e = tl.load(key_exponent_of_positives + key_rows, mask=there, other=0.0)
+b = KEY_SHARE / tl.load(key_sum_of_positives + key_rows, mask=there, other=1.0)
+value += tl.exp2(tl.fma(z, slope, -e[None, :])) * b[None, :]""",
+}
+_OF_ITSELF = {
+    "but_for_itself": "if DIAGONAL:\n    number -= 1.0",
+    "but_for_the_diagonal": "if DIAGONAL:\n    same_id = same_id & (own_rows[:, None] != key_rows[None, :])",
+    "none_of_a_row_and_itself": """\
+if DIAGONAL:
+    value = tl.where(own_rows[:, None] == key_rows[None, :], 0.0, value)""",
+}
+_SOFTMAX_OF_KEYS = """\
+e = tl.load(key_exponent + key_rows, mask=there, other=0.0)
+b = KEY_SHARE / tl.load(key_mantissa + key_rows, mask=there, other=1.0)
+value += tl.exp2(tl.fma(z, slope, -e[None, :])) * b[None, :]"""
 
 
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
-    at_once, placed = plan.traits.at_once, not plan.traits.guide
+    at_once = plan.traits.at_once
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     found: list[tuple[str, float, str, bool]] = [
@@ -570,13 +571,21 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
         ("MULTIPLE", float(derivation.form.multiple), "of the logits in the second log-sum-exps", plan.traits.second),
-        ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0 and placed),
+        ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0 and plan.traits.placed),
+        ("MIRROR_ROWS", _mirrored_rows(plan), "of a square of g that is turned", plan.traits.triangle),
+        ("PLACE_BITS", PANEL_LIMIT.bit_length(), "of a number of places in a panel", plan.traits.sorted_ids),
     ]  # fmt: skip
     for kernel, block in blocks.items():
         for field in ("rows", "keys", "depth"):
             own = field != "keys" or kernel not in ("positive", "finish")  # these have no keys of their own
             found.append((f"{kernel}_{field}".upper(), getattr(block, field), "", own))
     return [(name, value, note and f"  # {note}") for name, value, note, wanted in found if wanted]
+
+
+def _mirrored_rows(plan: Plan) -> int:
+    """At most those of a tile of g: what a tile on the diagonal leaves out must lie in other squares."""
+    block = plan.blocks.get("gradient")
+    return min(64, block.rows, block.keys) if block else 0
 
 
 def gradient_exponent(plan: Plan, derivation: Derivation) -> int:

@@ -41,16 +41,12 @@ _ALL |= {f"positive_{x}": f"positive[{i}]" for i, x in enumerate(("z", "row_refe
 _PARTS = {
     f"{side}_{x}": f"scratch.{side}_parts[{i}]" for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
 }
-_OF_POSITIVES = ("number", "positives", "positives_exponent")
-_PARTS |= {
-    f"{side}_{x}": f"scratch.{side}_positives[{i}]" for side in ("row", "key") for i, x in enumerate(_OF_POSITIVES)
-}
 _PARTS |= {
     f"{side}_second_{x}": f"scratch.{side}_second[{i}]"
     for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
 }  # fmt: skip
-_BY_GUIDE = ("guided", "guide_sum", "guide_exponent")  # in their places
-_PARTS |= {f"row_{x}": f"scratch.row_positives[{i}]" for i, x in enumerate(_BY_GUIDE)}
+_BY_GUIDE = ("guided", "guide_sum", "guide_exponent")
+_PARTS |= {f"row_{x}": f"scratch.row_guide[{i}]" for i, x in enumerate(_BY_GUIDE)}
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
 _COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "scale_parts", "bias_parts", "query_terms"))}
@@ -80,11 +76,9 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "query_exponent": "part.queries.exponent", "query_mantissa": "part.queries.mantissa",
         "key_totals_exponent": "part.keys.exponent", "key_totals_mantissa": "part.keys.mantissa",
     }),
-    "merge_positives": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
-        **{f"part_{x}": f"partial[{i}]" for found in (_OF_POSITIVES, _BY_GUIDE) for i, x in enumerate(found)},
-        "part_stride": "partial[0].stride(0)",
+    "merge_guided": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
+        **{f"part_{x}": f"partial[{i}]" for i, x in enumerate(_BY_GUIDE)}, "part_stride": "partial[0].stride(0)",
         "guide_sum": "positive[0]", "guided": "positive[1]", "guide_exponent": "positive[4]",
-        "sum_of_positives": "positive[0]", "number_of_positives": "positive[1]", "exponent_of_positives": "positive[4]",
     }),
     "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)", "width": "q.shape[1]"}),
     "loss_terms": ("(parts,)", {
@@ -136,6 +130,9 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
 _OF_ROWS_AND_OWN_COLUMNS = """\
 (cdiv(m, kernels.POSITIVE_ROWS.value)
             + block.own * cdiv(n, kernels.POSITIVE_ROWS.value),)"""
+_OF_IDS: dict[str, tuple[str, dict[str, str]]] = dict.fromkeys(  # where positives are found by them
+    ("positives", "gradient_positives"), ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", {})
+)
 _ANY_LABELS = {"key_labels": "block.key_labels if block.own else block.positives"}  # where columns have no sums
 _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
     "forward": ("grid", _LAUNCHES["forward"][1] | _ANY_LABELS),
@@ -146,6 +143,7 @@ _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
         "key_positive_z": "(block.key_positive if block.own else positive)[0]",
         "key_positive_reference": "(block.key_positive if block.own else positive)[1]",
     }),
+    "mirror": ("(blocks, blocks)", {"g": "tiles", "g_stride": "tiles.stride(0)"}),
     "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), _COMBINED),
 }  # fmt: skip
 _OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged one by one
@@ -187,8 +185,10 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
     values = dict(_ALL)
     for index, part in enumerate(parts_of(embedding_parts(choice.inner_dim))):
         values |= {f"{x}{part.name}": f"sides[{index}][{side}].source" for side, x in enumerate("qk") if part.name}
-    found = dict.fromkeys(_LAUNCHES, ABSENT)
+    found = dict.fromkeys(_LAUNCHES | _OF_TRIANGLE, ABSENT)
     own_launches = _LAUNCHES | (_OF_TRIANGLE if choice.traits.triangle else {})
+    if choice.traits.sorted_ids:
+        own_launches |= _OF_IDS
     if choice.merges_sides:
         own_launches |= _OF_SIDES
     for family in families(choice):

@@ -56,18 +56,8 @@ def schedule_context(
     words = ", ".join(word for word, used in imports.items() if used)
     pieces = {
         "ratios": ratios and not plan.slabs, "halves": plan.split, "triangle": triangle, "merge": plan.merges_sides,
-        "several": plan.traits.several,
+        "several": plan.traits.sorted_ids, "guided": plan.traits.guide,
     }  # fmt: skip
-    of_several = {
-        "noted_positives": ABSENT if triangle else _POSITIVES_OF_PART,
-        "positives_of_panel": ABSENT,
-        "positives_of_rows": _POSITIVES_OF_ROWS,
-        "positives_of_columns": _POSITIVES_OF_COLUMNS,
-    }
-    placed = dict.fromkeys(of_several, ABSENT) | {
-        "noted_positives": "_positives(part, scratch)",
-        "positives_of_panel": "_gradient_positives(block, g)",
-    }
     flagged = "gradient_wide" in options and not plan.rows
     backward_buffers = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
     return {
@@ -78,10 +68,24 @@ def schedule_context(
         else ABSENT,
         "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
         "placed": plan.traits.placed,
-        **(of_several if plan.traits.several else placed),
+        "apart": plan.traits.apart,
+        "noted_positives": _BY_GUIDE
+        if plan.traits.guide
+        else "_positives(part)"
+        if plan.traits.sorted_ids
+        else "_positives(part, scratch)",
+        "positives_of_panel": "_gradient_positives(block, g)" if plan.traits.apart else ABSENT,
+        "no_positives": _NO_POSITIVES if plan.traits.sorted_ids else ABSENT,
+        "ids_of_forward": _SORTED_IDS.format("FORWARD_ROWS, FORWARD_KEYS") if plan.traits.sorted_ids else ABSENT,
+        "ids_of_backward": _SORTED_IDS.format("PANEL_ROWS, PANEL_KEYS") if plan.traits.sorted_ids else ABSENT,
+        "unless_it_has_positives": ABSENT if plan.traits.sorted_ids else _UNLESS_IT_HAS_POSITIVES,
         "combined": plan.traits.combined,
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
-        "read_for_positives": _POSITIVES_ALONE if plan.traits.combined and not triangle else _WITH_NUMBERS,
+        "read_for_positives": _WITH_FEATURES
+        if plan.traits.sorted_ids
+        else _POSITIVES_ALONE
+        if plan.traits.combined and not triangle
+        else _WITH_NUMBERS,
         "rows_or_slopes": "slopes" if plan.traits.sums_slopes else "rows",
         "and_slopes": f", and {ABOUT_SLOPES[plan.traits.combined]}" * plan.traits.sums_slopes,
         "and_mean": ", *, mean" * plan.traits.means,
@@ -107,6 +111,8 @@ def schedule_context(
         "add_product": "_add_split_product" if plan.split else "_add_products" if plan.slabs else "_add_product",
         "keys_of_product": "part.k[:, :DIM], part.k[:, DIM : 2 * DIM]" if plan.split else "part.k",
         "queries_of_product": "part.q[:, DIM : 2 * DIM], part.q[:, :DIM]" if plan.split else "part.q",
+        "shorter_strip": _SHORTER_STRIP if triangle else ABSENT,
+        "mirrored": "_mirror(block, g)" if triangle else ABSENT,
         "gradient_strip": "_strip(m, n)  # as the forward kept it" if plan.stash else own_strip,
         # Further arguments of a call.
         "longest_strip": longest,
@@ -135,15 +141,17 @@ def schedule_context(
 
 _POSITIVES_ALONE = "positive = block.positive.unbind()"
 _WITH_NUMBERS = "scale, bias, positive = block.scale, block.bias, block.positive.unbind()"
-_POSITIVES_OF_PART = """\
+_WITH_FEATURES = "q, k, scale, bias = block[:4]"
+_UNLESS_IT_HAS_POSITIVES = """\
+if not block.meets_diagonal():
+    return"""
+_BY_GUIDE = """\
 parts = cdiv(n, kernels.FORWARD_KEYS.value)
-_merge_positives(scratch.row_positives, parts, part.positive, fresh_queries and key0 == 0)"""
-_POSITIVES_OF_ROWS = (
-    "_merge_positives(scratch.row_positives, cdiv(n, kernels.FORWARD_KEYS.value), block.positive, fresh_rows)"
-)
-_POSITIVES_OF_COLUMNS = """\
-fresh = fresh_columns and not block.diagonal
-        _merge_positives(scratch.key_positives, strips, block.key_positive, fresh)"""
+_merge_guided(scratch.row_guide, parts, part.positive, fresh_queries and key0 == 0)"""
+_SORTED_IDS = "block = _with_sorted_ids(block, {})"
+_NO_POSITIVES = """\
+if fresh_queries:
+    block.positive.zero_()"""
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
 _FORWARD_PARTS = "cdiv(n, kernels.FORWARD_KEYS.value)"
 _MERGED_TWICE = f"""\
@@ -153,6 +161,9 @@ fresh = fresh_queries and key0 == 0
 _SECOND_OF_ROWS = f"_merge(scratch.row_second, {_FORWARD_PARTS}, block.second, fresh_rows)"
 _SECOND_OF_COLUMNS = "_merge(scratch.key_second, strips, block.key_second, fresh_columns and not block.diagonal)"
 _SUMS_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
+_SHORTER_STRIP = """\
+if block.diagonal:  # half of the strips are shorter, or empty
+    strip = max(cdiv(cdiv(m, rows), GRADIENT_STRIPS), strip // DIAGONAL_STRIPS)"""
 _WHOLE_ON_THE_DIAGONAL = """\
 if part.diagonal or not part.own:  # on the diagonal panels are whole; other ranks sum for their rows
     continue"""
@@ -183,6 +194,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
         ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
         ("LIBRARY_MULTIPLE", LIBRARY_MULTIPLE, f"of keys in a library product: {slow}", plan.library),
+        ("DIAGONAL_STRIPS", 4, "for one, in a panel whose tiles below the diagonal are left out", plan.traits.triangle),
         ("LIBRARY_MULTIPLE", 1, "no library products", not plan.library),
     ]
     at_once = "that run at once"
@@ -240,19 +252,16 @@ def _forward_buffers(plan: Plan) -> list[str]:
 
 
 def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
-    strips, by_what = "min(tiles[0], FORWARD_STRIPS)", "by the guide" if plan.traits.guide else "of positives"
-    of_each, beside = f" * {plan.losses}" * bool(plan.slabs), plan.partial_sums - 2
+    strips, of_each = "min(tiles[0], FORWARD_STRIPS)", f" * {plan.losses}" * bool(plan.slabs)
     shapes = f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
-    row_beside, key_beside = (_new(f"{beside}, {shape}") + ".unbind()" for shape in shapes)
     return [
         ("own_reference", "of each query", _new("rows"), plan.rows),
         ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
-        ("row_second", "of the second log-sum-exps (key blocks, rows)", row_beside, plan.traits.second),
-        ("key_second", "the same (strips, keys)", key_beside, plan.traits.second and plan.both_axes),
-        ("row_positives", f"{by_what} (key blocks, rows)", row_beside, plan.traits.several),
-        ("key_positives", "the same (strips, keys)", key_beside, plan.traits.several and plan.both_axes),
+        ("row_second", "of the second log-sum-exps (key blocks, rows)", row_parts, plan.traits.second),
+        ("key_second", "the same (strips, keys)", key_parts, plan.traits.second and plan.both_axes),
+        ("row_guide", "by the guide (key blocks, rows)", _new(f"3, {shapes[0]}") + ".unbind()", plan.traits.guide),
         ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),

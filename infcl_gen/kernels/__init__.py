@@ -60,8 +60,8 @@ def families(choice: Choice) -> tuple[Family, ...]:
 def tiles(strategy: str, traits: Traits) -> tuple[Tile, ...]:
     """The tiles of a strategy's kernels for a loss, in the order of KERNELS."""
     named = {each.tile.name: each.tile for each in FAMILIES if each.tile and strategy in each.strategies}
-    placed = traits.placed and not traits.at_once
-    return tuple(named[name] for name in KERNELS if name in named and (placed or not named[name].for_placed))
+    here = (named[name] for name in KERNELS if name in named)
+    return tuple(tile for tile in here if traits.apart or not tile.for_positives)
 
 
 def default_blocks(

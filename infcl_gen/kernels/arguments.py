@@ -28,11 +28,9 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*{operands}": "q k x g g_low out guide_queries guide_keys",
     "*{inputs}": "q_out k_out",
     "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total mean "
-    "row_number row_positives row_positives_exponent key_number key_positives key_positives_exponent "
-    "part_number part_positives part_positives_exponent number_of_positives sum_of_positives exponent_of_positives "
+    "number_of_positives sum_of_positives exponent_of_positives key_sum_of_positives key_exponent_of_positives "
     "row_guided row_guide_sum row_guide_exponent part_guided part_guide_sum part_guide_exponent "
     "guided guide_sum guide_exponent "
-    "key_sum_of_positives key_exponent_of_positives "
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
@@ -112,20 +110,10 @@ def statistics(choice: Choice) -> str:
     return found
 
 
-_BY_GUIDE = {
-    "row_number": "row_guided", "row_positives": "row_guide_sum", "row_positives_exponent": "row_guide_exponent",
-    "part_number": "part_guided", "part_positives": "part_guide_sum", "part_positives_exponent": "part_guide_exponent",
-    "number_of_positives": "guided", "sum_of_positives": "guide_sum", "exponent_of_positives": "guide_exponent",
-}  # fmt: skip
-
-
 def of_positives(choice: Choice, numbers: str, sums: str, exponents: str) -> str:
-    """What there is of any number of positives: their number, their sum, and of a log-sum-exp the exponents. A guide's
-    softmax has the weighted sum of z in place of the number, and exponents."""
+    """What there is of any number of positives: their number, their sum, and of a log-sum-exp the exponents."""
     traits = choice.traits
-    if traits.guide:
-        return " ".join(_BY_GUIDE[name] for name in (numbers, sums, exponents) if name)
-    return f"{numbers} {sums}" * traits.several + f" {exponents}" * traits.softmax_of_positives
+    return f"{numbers} {sums}" * traits.sorted_ids + f" {exponents}" * traits.softmax_of_positives
 
 
 def positive(choice: Choice) -> str:
@@ -153,8 +141,6 @@ def classes(choice: Choice) -> str:
     its columns, too, and how many of these have sums: none of another rank's."""
     if choice.traits.guide:
         return GUIDES
-    if choice.traits.several:
-        return IDS
     if choice.traits.triangle:
         return f"{both_labels(choice)} summed_keys"
     return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids)

@@ -97,10 +97,9 @@ class Choice:
 
     @property
     def partial_sums(self) -> int:
-        """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of positives
-        their number and theirs."""
-        third = self.traits.softmax_of_positives or self.traits.guide
-        return 2 + 2 * self.traits.second + (2 + third) * self.traits.several
+        """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of a guide's
+        softmax its sum, that of z by it, and their exponent."""
+        return 2 + 2 * self.traits.second + 3 * self.traits.guide
 
     @property
     def merges_sides(self) -> bool:
@@ -173,7 +172,7 @@ class Choice:
     def one_exponential(self) -> bool:
         """Whether the softmaxes of both sides of a pair share one: not those of fp32 features, nor of rows that have
         weights of any size, beside which a reference for both leaves fp32."""
-        return self.both_axes and not self.exact and not self.traits.combined
+        return self.both_axes and not self.exact and (self.traits.even or not self.traits.combined)
 
     @property
     def rows(self) -> bool:

@@ -43,7 +43,7 @@ class Tile:
     described = False  # whether its kernels read features through tensor descriptors
     walks = False  # whether its programs walk strips of a panel; small batches then get smaller tiles
     square = False  # whether rows must equal keys
-    for_placed = False  # whether its kernels are of positives that are found by their place
+    for_positives = False  # whether its kernels are of positives that are found apart from tiles
     switches: tuple[str, ...] = ()  # further keys of `--set` that concern its kernels
     shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")  # on a small board; of equal fields the first
 

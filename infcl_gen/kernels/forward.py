@@ -5,20 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels.arguments import (
-    GUIDE_STRIDES,
-    SCALARS,
-    STRIDES,
-    Argument,
-    Kernel,
-    arguments,
-    classes,
-    features,
-    of_positives,
-)
+from infcl_gen.kernels.arguments import GUIDE_STRIDES, SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
-from infcl_gen.kernels.gradient import ID_BLOCKS, SEVERAL_BLOCKS, GradientTile
+from infcl_gen.kernels.gradient import ID_BLOCKS, SEVERAL_BLOCKS, GradientTile, few_numbers
 
 DEEP = 768  # from this depth on, one program with a large tile beats two small ones, whose epilogues hide each other
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
@@ -39,7 +29,7 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if choice.traits.two_statistics or choice.slabs:  # sums over columns for each prefix
+        if few_numbers(choice) or choice.slabs:  # sums over columns for each prefix
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
@@ -95,13 +85,12 @@ def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.both_axes
-    sums += f" {of_positives(choice, 'row_number', 'row_positives', 'row_positives_exponent')}"
-    if choice.both_axes:
-        sums += f" {of_positives(choice, 'key_number', 'key_positives', 'key_positives_exponent')}"
+    if choice.traits.guide:
+        sums += " row_guided row_guide_sum row_guide_exponent"
     if choice.traits.second:
         sums += " row_second_exponent row_second_sum" + " key_second_exponent key_second_sum" * choice.both_axes
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
-    told = classes(choice) if choice.traits.masked or choice.traits.several else ""
+    told = classes(choice) if choice.traits.masked or choice.traits.guide else ""
     sampled, template = not choice.exact, "slabs_forward" if choice.traits.slabs else ""
     diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
     sources: tuple[Argument, ...] = (Q, K)

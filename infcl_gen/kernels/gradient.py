@@ -1,4 +1,4 @@
-"""gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
+"""gradient, gradient_wide, ratios, mirror, gradient_positives: the gradient g of one panel's logits."""
 
 from infcl_gen.kernels.arguments import (
     GUIDE_STRIDES,
@@ -57,6 +57,7 @@ SLAB_BLOCKS = {
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
+MIRROR = Kernel("mirror", arguments("g queries g_stride"), template="mirror")
 RATIOS = Kernel("ratios", arguments("exponent mantissa ratio reference lowest count SHARE ROWS"), template="ratios")
 
 
@@ -71,17 +72,24 @@ class GradientTile(Tile):
         return block.rows * block.keys * (1 + len(choice.slabs))
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
-        if choice.traits.two_statistics:
+        if few_numbers(choice):
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.slabs:
             return SLAB_BLOCKS[architecture]
-        if choice.traits.ids or (choice.both_axes and choice.traits.combined):  # two exponentials of each pair
+        two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
+        if choice.traits.ids_in_tiles or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
             return wide or PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
         stored = STORED_BLOCKS if choice.keeps_tiles and choice.descriptors and choice.operand_bytes == 2 else {}
         return stored.get(architecture) or super().tabulated(architecture, choice)
+
+
+def few_numbers(choice: Choice) -> bool:
+    """Whether a thread has registers for few numbers of z: two statistics take them, and so do exact products of fp32,
+    whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these."""
+    return choice.traits.two_statistics or (choice.traits.sorted_ids and choice.exact)
 
 
 def _has_registers(choice: Choice) -> bool:
@@ -96,19 +104,13 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     g = "g" + " g_low" * choice.split
     sizes = "queries keys strip g_stride"
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
-    ids = IDS * choice.traits.ids
-    gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
-    if choice.traits.several:
-        sums += f" {of_positives(choice, '', 'sum_of_positives', 'exponent_of_positives')}"
-        if choice.both_axes:
-            sums += f" {of_positives(choice, '', 'key_sum_of_positives', 'key_exponent_of_positives')}"
-        told, strides = ids or GUIDES * choice.traits.guide, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
-        gradient = arguments(Q, K, told, SCALARS, sums, g, sizes, strides, "DIAGONAL" * choice.both_axes,
-                             "DESCRIPTORS WIDEN")  # fmt: skip
-        return (Kernel("gradient", gradient, "gradient", template="gradient_exact"),)
     if choice.traits.slabs:
         return _of_slabs(choice, sums, sizes)
-    again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
+    told = IDS * choice.traits.ids_in_tiles or GUIDES * choice.traits.guide
+    diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
+    sums += " guide_sum guide_exponent" * choice.traits.guide
+    gradient = arguments(Q, K, told, SCALARS, sums, g, "flags" * shared, sizes, strides, diagonal, "DESCRIPTORS WIDEN")
+    again = arguments("q k", told, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, diagonal, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")
     template = "gradient_positives"
     if choice.traits.triangle:
@@ -117,12 +119,21 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
             noted = "positive_g key_positive_g kept_z key_kept_z"
         sizes = "queries keys g_stride DIAGONAL"
         positives = arguments(both_labels(choice), noted, SCALARS, statistics(choice), g, sizes)
+    of = ""  # the block of the kernel of positives
+    if choice.traits.sorted_ids:
+        sums = of_positives(choice, "", "sum_of_positives", "exponent_of_positives")
+        if choice.both_axes:
+            sums += f" {of_positives(choice, '', 'key_sum_of_positives', 'key_exponent_of_positives')}"
+        of, template = "positive", "gradient_of_ids"
+        positives = arguments("q k", IDS, SCALARS, statistics(choice), sums, g, "queries keys g_stride", STRIDES,
+                              diagonal, "WIDEN")  # fmt: skip
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
         *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]
         * (shared or choice.keeps_tiles),
         *[RATIOS] * shared,
-        Kernel("gradient_positives", positives, template=template),
+        *[MIRROR] * choice.traits.triangle,
+        *[Kernel("gradient_positives", positives, of, template=template)] * choice.traits.apart,
     )
 
 

@@ -1,6 +1,16 @@
 """merge, positives, and loss_terms and total_loss or combine and row_loss: from partial sums to the loss."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, both_labels, of_positives, places, positive
+from infcl_gen.kernels.arguments import (
+    IDS,
+    SCALARS,
+    STRIDES,
+    Kernel,
+    arguments,
+    both_labels,
+    of_positives,
+    places,
+    positive,
+)
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -8,16 +18,19 @@ LOSS_ROWS = 1024  # of one program: the fp64 logarithms of 32 768 rows take one 
 
 
 class PositiveTile(Tile):
-    """The diagonal of a square tile."""
+    """The diagonal of a square tile; of positives by their ids, such a tile."""
 
     name = "positive"
     square = True
-    for_placed = True
+    for_positives = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.operand_bytes != 2:
             return Block(32, 32, 32, 4, 2)
-        return Block(64, 64, 64, 4, 4 if architecture == "hopper" else 2)
+        hopper = architecture == "hopper"
+        if choice.traits.sorted_ids:  # 4 warps spill 56 to 80 bytes a thread on sm_90, such depth 8 to 16 on sm_80
+            return Block(64, 64, 64 if hopper else 32, 8, 4 if hopper else 2)
+        return Block(64, 64, 64, 4, 4 if hopper else 2)
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
@@ -54,13 +67,19 @@ def _adding(choice: Choice) -> tuple[Kernel, ...]:
 
 
 def _of_several(choice: Choice) -> tuple[Kernel, ...]:
-    partial = of_positives(choice, "part_number", "part_positives", "part_positives_exponent")
+    """Of any number of positives, or by a guide."""
     total = of_positives(choice, "number_of_positives", "sum_of_positives", "exponent_of_positives")
+    total += "guided guide_sum" * choice.traits.guide
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
-    read = "guided guide_sum" if choice.traits.guide else total
-    taken = f"query_exponent query_mantissa {read} {SCALARS} {vectors} scale_parts bias_parts query_terms"
+    taken = f"query_exponent query_mantissa {total} {SCALARS} {vectors} scale_parts bias_parts query_terms"
+    diagonal, scalars = "DIAGONAL" * choice.traits.triangle, SCALARS * choice.traits.softmax_of_positives
+    positives = arguments("q k", IDS, scalars, total, "queries keys", STRIDES, diagonal, "WIDEN")
+    parts = "part_guided part_guide_sum part_guide_exponent"
+    merge = arguments(parts, "guided guide_sum guide_exponent rows parts part_stride written")
     return (
-        Kernel("merge_positives", arguments(partial, total, "rows parts part_stride written")),
+        Kernel("merge_guided", merge)
+        if choice.traits.guide
+        else Kernel("positives", positives, "positive", template="positives_of_ids"),
         Kernel("combine", arguments(taken, "queries all_queries all_keys")),
         Kernel("row_loss", arguments("query_terms loss queries weight BLOCK")),
     )

@@ -306,6 +306,7 @@ class Derivation:
             positives=self.spec.positives,
             classes=self.form.classes,
             combined=self.form.combined,
+            even=self.form.several and not self.form.guided and bool(self.query_weight.is_number),
             vectors=tuple(self.form.vectors),
             held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 + 4 * (self.form.several or self.form.second)
             if self.form.combined

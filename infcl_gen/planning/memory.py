@@ -138,6 +138,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             ),
         ]
         terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
+        terms += [_sorted_ids(phase) for phase in (forward, backward)] * v.traits.sorted_ids
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
@@ -145,7 +146,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             *_gradient_panel(v, backward, row_blocks, key_blocks),
             BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
             v.both_axes
-            and not v.traits.combined
+            and (v.traits.even or not v.traits.combined)
             and BufferTerm("ratios", backward, (v.losses * ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":
@@ -244,6 +245,11 @@ def _of_scales(v: Choice) -> list[BufferTerm]:
                 BufferTerm(f"strips of {side}", "backward", (3, Min(SCALED_ROWS, rows), D), "products in work"),
             ]
     return found
+
+
+def _sorted_ids(phase: str) -> BufferTerm:
+    """Of either side ids and their rows, and what torch's sort of one side takes, twice: by ids, then by panels."""
+    return BufferTerm("sorted_ids", phase, (12, Max(m, n)), "of queries and keys, with their rows", "int64")
 
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:

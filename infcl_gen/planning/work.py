@@ -48,6 +48,7 @@ EFFICIENCY = {
     "torch": Rational(7, 10),
 }
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
+SORT_LAUNCHES = 30  # that take the time of two sorts of ids
 ALONE = Rational(7, 5)  # time of one fused program alone on an SM, over half the time of two that share it
 # Panels of 16 384 rows are 7 % faster than panels of 2 048 (H200, D = 768).
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
@@ -56,13 +57,14 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 class Shares(NamedTuple):
     """The parts of the pairs m n W that a step computes: all of a rectangle; of a triangle's own rows about half.
 
-    There panels lie on and above the diagonal. Forward walks those on it by half; of g they are whole, so that one
+    There panels lie on and above the diagonal. Kernels walk those on it by half; the rest of g is copied, so that one
     product has the gradients of all their rows. Other ranks' rows add to dq alone.
     """
 
     forward: Any = Integer(1)
     forward_panels: Any = Integer(1)
-    gradient: Any = Integer(1)  # also of panels, and of the product for dq
+    gradient: Any = Integer(1)
+    dq: Any = Integer(1)  # also of panels
     dk: Any = Integer(1)  # the product with g transposed
 
 
@@ -71,8 +73,9 @@ def shares_of(choice: Choice) -> Shares:
         return Shares()
     others, whole = 2 * (W - 1) * n, 2 * W * n
     tile = Min(F, m) if choice.strategy == "torch" else Max(Bf, Kf)
-    forward, forward_panels, gradient = ((Min(m, size) + m + others) / whole for size in (tile, F, R))
-    return Shares(forward, forward_panels, gradient, (m - Min(m, R)) / whole)
+    of_g = R if choice.strategy == "torch" else Max(Bg, Kg)
+    forward, forward_panels, gradient, dq = ((Min(m, size) + m + others) / whole for size in (tile, F, of_g, R))
+    return Shares(forward, forward_panels, gradient, dq, (m - Min(m, R)) / whole)
 
 
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
@@ -83,7 +86,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     share, sides, losses = shares_of(v), 2 if v.both_axes else 1, v.losses
     forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
     products = 1 + v.traits.guide  # of a tile: z, and the guide's similarities, with an exponential each
-    panels = ceil_div(m, R) * ceil_div(n, C) * W * share.gradient
+    panels = ceil_div(m, R) * ceil_div(n, C) * W * share.dq
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
     additions, finished, means = _additions(v, "backward"), _finished(v), _means(v, "forward", "backward")
     if v.strategy == "torch":
@@ -138,6 +141,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             launches=2 * forward_panels,
         ),
         TimeTerm("statistics", "forward", bytes=partials + 2 * W * m * D * e, launches=launches),
+        *_positives_of_ids(v, "forward", sides * forward_panels),
     ]
     if v.strategy == "fused":
         rows, slices = (m, W) if v.world_size > 1 else (Min(R, m), ceil_div(m, R))
@@ -172,15 +176,17 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 exponentials=losses
                 * pairs
                 * fraction
-                * (sides if v.traits.combined else 1)
-                * (1 + v.traits.softmax_of_positives + v.traits.second + v.traits.guide),
+                * (sides if v.traits.combined and not v.traits.even else 1)
+                * (1 + v.traits.second + v.traits.guide),
                 efficiency=reached,
                 launches=2 * panels + (once if v.both_axes else 0),
             )
         )
+        if v.traits.triangle:  # half of the panels on the diagonal are read and written
+            terms.append(TimeTerm("mirror", part="first", bytes=e * m * Min(m, R), launches=ceil_div(m, R)))
         if v.stash:  # forward writes it, and hides little of that; backward reads it and overwrites it by g
             terms.append(TimeTerm("stash", bytes=3 * e * kept * n))
-        terms += _products(v, "backward")
+        terms += [*_positives_of_ids(v, "backward", panels), *_products(v, "backward")]
     finish = finished * D * (2 * s + e) + (m if v.of_queries else n) * D * e
     terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions, *means]
     if v.split:  # queries once, keys once for each row of panels
@@ -190,6 +196,13 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     if v.replay:
         terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
     return tuple(terms)
+
+
+def _positives_of_ids(v: Choice, phase: str, panels: Any) -> list[TimeTerm]:
+    """Positives that each panel finds by sorted ids, if a row has few: tiles of z beside the diagonal of the sorted
+    pairs, behind a search for their places. Sorts of both sides come first."""
+    launches = 2 * W * SORT_LAUNCHES + panels * (2 + 2 * D / WALK)
+    return [TimeTerm(f"positives {phase}", phase, launches=launches)] * v.traits.sorted_ids
 
 
 def _means(v: Choice, *phases: str) -> list[TimeTerm]:
@@ -220,7 +233,7 @@ class _Side(NamedTuple):
 def _sides(v: Choice) -> list[_Side]:
     """Without queries the product of keys does not wait for another, but for the sums that it adds to."""
     share = shares_of(v)
-    queries, keys = _Side("dq", "first", m, R, n, C, share.gradient), _Side("dk", "rest", n, C, m, R, share.dk)
+    queries, keys = _Side("dq", "first", m, R, n, C, share.dq), _Side("dk", "rest", n, C, m, R, share.dk)
     return [queries] * v.of_queries + [keys] * v.of_keys
 
 

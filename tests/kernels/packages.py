@@ -139,8 +139,8 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
         wide = str(min(64, padded_dim(made.dim)))
         deep = "16" if made.loss.endswith("_prefixes") else wide  # which divides the prefixes
         chosen |= {"forward.depth": deep}
-        # Sums over pairs have no such kernel, nor have losses with any number of positives.
-        if not made.loss.startswith(("siglip", "pairs", "supcon", "infonce_out", "infonce_in", "distill")):
+        # Sums over pairs have no such kernel, nor has a guide.
+        if not made.loss.startswith(("siglip", "pairs", "distill")):
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy in ("stash", "rows"):  # the forward's tiles are those of the gradient
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
