@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "0dc368d3f8c9c51a96accfd7cdbecdafbb939cb4c3c0e13483949e7c4c45f621",
+    "digest": "e069f7d853ea18d9305ce558b469bbc91d0c9d71a11464c1db2d593b613d808b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "even": False,
             "vectors": (),
             "held": 0,
             "classes": (),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "b1ce88873fd2ed3ef907f4b7c36e4203d4acf776c7708c6ed0dfd493ff7c5927",
+    "digest": "3662c4d5298eac9b8b7741b8323c825f5c108a863471926f828ce2eeeeeb0d96",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "even": False,
             "vectors": (),
             "held": 0,
             "classes": (),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "9dbc64948892eb084c493c171a709865a7028e63da1025cc6f5921a16ca20493",
+    "digest": "d5c769407d6d745dfc2513d91e82d1cb84ed3bb07ba2ef1461558b75ee2b3fbf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -39,6 +39,7 @@ SPEC: dict[str, Any] = {
             "known": "row",
             "positives": "label",
             "combined": False,
+            "even": False,
             "vectors": (),
             "held": 0,
             "classes": (),

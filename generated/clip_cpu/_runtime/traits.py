@@ -31,6 +31,7 @@ class Traits:
     combined          whether the term of a query combines its statistic and its positive in another way than by
                       constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
                       kernel between the sweeps then makes the weight of its row
+    even              whether that weight is one number for all rows that have positives, of which there may be several
     vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight", and
                       "negatives", whose log-sum-exp is such a number
     held              numbers in fp64 of each query that torch holds at most while it computes that weight
@@ -54,6 +55,7 @@ class Traits:
     known: Known = "all"
     positives: str = "diagonal"
     combined: bool = False
+    even: bool = False
     vectors: tuple[str, ...] = ()
     held: int = 0
     classes: tuple[str, ...] = ()
@@ -128,14 +130,19 @@ class Traits:
         return "logsumexp_of_multiple" in self.query_statistics
 
     @property
-    def two_statistics(self) -> bool:
-        """Whether tiles are reduced twice: for a query's log-sum-exp, and for a statistic beside it."""
-        return len(self.query_statistics) > 1
-
-    @property
     def guide(self) -> bool:
         """Whether a call gives a guide's features of both sides, whose similarities weigh the logits of a query."""
         return "mean_by_guide" in self.query_statistics
+
+    @property
+    def two_statistics(self) -> bool:
+        """Whether tiles are reduced twice: for a query's log-sum-exp, and for a second one, or by a guide."""
+        return self.second or self.guide
+
+    @property
+    def sorted_ids(self) -> bool:
+        """Whether the statistic beside a log-sum-exp is of positives, which kernels find by sorted ids."""
+        return self.several and not self.guide
 
     @property
     def softmax_of_positives(self) -> bool:
@@ -151,6 +158,16 @@ class Traits:
     def masked(self) -> bool:
         """Whether log-sum-exps leave out pairs."""
         return bool(self.classes) and not self.at_once and not self.several
+
+    @property
+    def ids_in_tiles(self) -> bool:
+        """Whether tiles tell apart pairs of one id: a statistic of positives takes no part of other pairs' terms."""
+        return self.ids and not self.sorted_ids
+
+    @property
+    def apart(self) -> bool:
+        """Whether kernels of their own find the positives, by their places or by their ids."""
+        return not self.at_once and (self.placed or self.sorted_ids)
 
     @property
     def sums_slopes(self) -> bool:
