@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "bfc3530c5e9a41d9a3d3a0d7d71bf9ed7789723232b8367e8abbd9a5a7b55bd5",
+    "digest": "dabd91e247a1eb37efdbe96d26931eaf52fc6109813d58d8df17d18834fb68bf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "even": False,
             "vectors": (),
             "held": 0,
             "classes": (),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8170c68f27d28a31fc9b6ccb87853289eba2c2aa79b8e65f096dab0cf0f7d298",
+    "digest": "f413040be7fdff5a21dd615f05da06c815bc4f87d15658efbf54e5a0f0db16d5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "even": False,
             "vectors": (),
             "held": 0,
             "classes": (),
