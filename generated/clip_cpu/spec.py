@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "dabd91e247a1eb37efdbe96d26931eaf52fc6109813d58d8df17d18834fb68bf",
+    "digest": "f699c3b945d9844af843eb401910e8635623eb79b430eb7649a3ae9c5c40aef7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e069f7d853ea18d9305ce558b469bbc91d0c9d71a11464c1db2d593b613d808b",
+    "digest": "e3d17eec26211730bf27adb9664184e827ef32f4c8ed6e96ef3752f8e1eb05a6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f413040be7fdff5a21dd615f05da06c815bc4f87d15658efbf54e5a0f0db16d5",
+    "digest": "8fd700b2ad46f9f2cf4a1335d6a246e14da04979d25f6b540962be129ea02bd1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "3662c4d5298eac9b8b7741b8323c825f5c108a863471926f828ce2eeeeeb0d96",
+    "digest": "763a23c5248592a7debddc863198c036a94c1bda8119d51b062d90788d748f30",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

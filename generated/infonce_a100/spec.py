@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "d5c769407d6d745dfc2513d91e82d1cb84ed3bb07ba2ef1461558b75ee2b3fbf",
+    "digest": "ec4e6285d22d0d573c1dc60ad70650cb9bef9ee52d3a811e0ccda1a1d36944bd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -199,7 +199,8 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
 
 def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
     """What a loss of these `Traits` takes besides features: ids, weights of queries, one negative of each, the key
-    behind its own, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's rows."""
+    behind its own, a state, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's
+    rows."""
     own = (*traits["vectors"], *traits["scaled"])
     found = own_ids(q, k, first) if "same_id" in traits["classes"] else {}
     if traits["positives"] == "none":
@@ -210,6 +211,8 @@ def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtyp
         found["query_weight"] = behind / len(q)
     if "negatives" in own:
         found["negatives"] = k.detach()[behind % len(k)][:, None]
+    if "query_state" in own:
+        found["query_state"] = -behind / len(q)
     for name, x in (("query_scale", q), ("key_scale", k)):
         if name in own:
             found[name] = torch.linspace(0.5, 1, len(x), device=x.device)

@@ -42,7 +42,8 @@ _NO_WEIGHT = (
     "({} | (own == 0.0) & (tl.load(positive_g + rows, mask=inside, other=0.0) == 0.0))",
     "tl.where(value == 0.0, 1.0, {})",
 )
-_ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them"
+_ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them{}"
+OF_STATE = ", its state the next one"
 _ABOUT_KEPT_Z = "kept_z          z of the positive, whose row has a term of it in its own sum"
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
@@ -382,7 +383,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
             "positives_of_rows": "positives_of_rows", "positives_from_sums": True, "share_of_positive": _SHARE,
         }  # fmt: skip
     statements = derivation.statements_of_rows(pair_code, "tl.full((VECTOR_ROWS,), {}, tl.float64)", _ROWS_IN_FP64)
-    places = ("vectors + i", "vectors + vectors_stride + i")
+    places = ("vectors + i", "vectors + vectors_stride + i", "vectors + 2 * vectors_stride + i")
     nothing = {
         "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
         "weight_of_nothing": "weight = tl.where(mantissa == 0.0, 0.0, weight)",
@@ -397,7 +398,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "positives_of_rows": "combined_positives",
         "positives_from_sums": False,
         "vectors": list(zip(derivation.form.vectors.values(), places, strict=False)),
-        "about_vectors": _ABOUT_VECTORS if plan.traits.vectors else ABSENT,
+        "about_vectors": _ABOUT_VECTORS.format(OF_STATE * plan.traits.state) if plan.traits.vectors else ABSENT,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
         "statements_of_rows": "\n".join(statements),

@@ -11,7 +11,7 @@ import re
 import shlex
 from typing import Any
 
-from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
+from infcl_gen.emission.kernel_context import OF_STATE, gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
 from infcl_gen.emission.render import ABSENT, File
@@ -224,7 +224,8 @@ _ABOUT_MASK = "1 strip of STRIP_ROWS rows, for which of its pairs are left out"
 def _torch_vectors(traits: Traits) -> dict[str, Any]:
     """What `combine` has of a query's own numbers."""
     found = {
-        "about_vectors": "vectors           the derivatives of the query's part of M * L by them",
+        "about_vectors": "vectors           the derivatives of the query's part of M * L by them"
+        + OF_STATE * traits.state,
         "own_of_rows": "own = block.vectors[:, rows]",
         "stored_vectors": "own.copy_(torch.stack(of_own))",
     }

@@ -5,10 +5,12 @@ from sympy import Rational
 from infcl_gen.losses.language import (
     LossSpec,
     bias,
+    detach,
     exp,
     guide,
     is_positive,
     is_self,
+    keys,
     log,
     logsumexp_over_keys,
     logsumexp_over_negatives,
@@ -18,13 +20,16 @@ from infcl_gen.losses.language import (
     mean_over_keys,
     mean_over_positives,
     mean_over_queries,
+    next_state,
     positive,
     positives_of_query,
     queries,
+    query_state,
     same_id,
     scale,
     similarity,
     softplus,
+    step,
     sum_over_pairs,
     z,
 )
@@ -278,6 +283,35 @@ For rows with classes of which a row need not be near to all. The paper finds `s
 Positives share one softmax: those that are near already have most of the gradient.""",
 )
 
+_GAMMA, _EPS = Rational(9, 10), 1e-14
+_apart = scale * z
+_far = logsumexp_over_keys(_apart, where=1 - is_positive) - positive(_apart)
+_log_g = maximum(_far, -10_000) - log(maximum(keys - 1, 1))  # of a query without negatives e^-10000 is 0
+_fresh = _log_g + step(query_state + 5000) * log(_GAMMA)  # what was never visited has no part in the average
+_log_u = next_state(_fresh + softplus(query_state + log(1 - _GAMMA) - _fresh))
+
+SOGCLR = LossSpec(
+    name="sogclr",
+    formula=mean_over_queries(detach(1 / scale) * exp(_log_g - _log_u) / (1 + _EPS * exp(-_log_u))),
+    positives="label",
+    doc="SogCLR, one direction: a moving average over steps in place of the batch's sum, for small batches.",
+    source="Yuan et al., arXiv 2202.12387, algorithm 1; Wei et al., FastCLIP, arXiv 2407.01445, with gamma = 0.9",
+    use="""\
+For pairs of images and texts in batches that are small: u averages the sums of a sample over the epochs.
+`scale` is 1 / temperature. Features have norm 1. `bias` has no part in it.
+
+A call passes `query_state=`, (M,), fp32 or fp64, on the device of the features: the logarithms of u of its queries.
+The call writes the next ones into that tensor. It has no gradient, and does not travel between ranks.
+Begin with `-torch.inf`, which means that a sample was never visited: then u = g. So does any state below -5000.
+Without gradients the state is written, too: pass a copy to keep it. Activation checkpointing of the loss writes twice.
+
+The caller keeps a state for each sample, and calls once for each direction, [as is shown below](#states-of-samples).
+The temperature that multiplies the sum is a constant: `scale` learns through g alone, as its query's share of g / u.
+SogCLR and FastCLIP-v1 do not learn it: pass a number.
+FastCLIP-v3 learns it with `rho`: add `((u + v).mean() + 2 * rho) / scale` to the loss, of the states after both calls.
+Another gamma is a loss of one's own. A schedule writes `detach(query_weight)` for gamma, and passes it.""",
+)
+
 BUILTIN_LOSSES: dict[str, LossSpec] = {
     spec.name: spec
     for spec in (
@@ -287,6 +321,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         INFONCE_IN,
         DISTILL,
         RINCE,
+        SOGCLR,
         GEMINI,
         SIGLIP,
         SIGLIP_MULTI,

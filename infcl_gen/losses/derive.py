@@ -54,6 +54,7 @@ from infcl_gen.losses.printers import (
     d,
     display,
     m,
+    next_state,
     p,
     positive_z,
     r,
@@ -83,7 +84,7 @@ class Derivation:
     mean_share       what multiplies the mean of all logits in L; 0.0 for none.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
     second_weight    a2, of a second log-sum-exp; 0 without one.
-    vector_slopes    dF/du and dF/dh, those that F has.
+    vector_slopes    dF/du and dF/dh, those that F has; in place of a state's slope, which is none, the next state.
     through_z        dF/dz of the positive, over `gradient_factor`.
     scale_part, bias_part   of a query in M * dL/dscale and M * dL/dbias, besides multiples of q . dq and of the sum of
                      dL/dx over its row.
@@ -188,7 +189,7 @@ class Derivation:
     @functools.cached_property
     def of_rows(self) -> tuple[str, ...]:
         """What functions of a query depend on besides r and p, in a fixed order."""
-        expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
+        expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part, *self.vector_slopes)
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
         numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2)
         known = (*numbers, *self.form.vectors.values())
@@ -210,13 +211,15 @@ class Derivation:
         """Source text that computes, from `r`, `p` and `of_rows`, the vectors of queries: query_term, weight,
         positive_slope, through_z, scale_part, bias_part, second_weight if there is one, and `slopes_of_vectors`; parts
         that they share once. A number is printed into `constant`."""
-        results = {
+        results: dict[str, Expr] = {
             "query_term": self.query_term, "weight": self.query_weight, "positive_slope": self.positive_slope,
             "through_z": self.through_z, "scale_part": self.scale_part, "bias_part": self.bias_part,
             **({"second_weight": self.second_weight} if self.form.second else {}),
             **self.slopes_of_vectors,
         }  # fmt: skip
-        shared, reduced = sympy.cse(list(results.values()), map(temporary, itertools.count()))
+        whole = {} if self.form.next_state is None else {next_state: language.detach(self.form.next_state)}
+        values = [each.xreplace(whole) for each in results.values()]
+        shared, reduced = sympy.cse(values, map(temporary, itertools.count()))
         found = [f"{symbol} = {printer(value, names)}" for symbol, value in shared]
         for name, value in zip(results, reduced, strict=True):
             code = printer(value, names)
@@ -412,7 +415,10 @@ def _derived(form: Form) -> Derivation:
         query_weight=weight,
         second_weight=form.multiple * _slope_of_query(form, r2),
         positive_slope=of_p,
-        vector_slopes=tuple(_slope_of_query(form, each) for each in form.vectors.values()),
+        vector_slopes=tuple(
+            form.next_state if keyword == "query_state" else _slope_of_query(form, each)
+            for keyword, each in form.vectors.items()
+        ),
         through_z=of_z / gradient_factor,
         # The multiple of q . dq has through_z * positive_z * dscale_factor, by which no logit changes with scale.
         scale_part=of_scale - of_z * positive_z * dscale_factor / gradient_factor,

@@ -5,7 +5,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
     L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
-p is the logit of the positive, and v are a query's own numbers, which a call gives. Of positives="id" p is a statistic,
+p is the logit of the positive, and v are a query's own numbers, which a call gives. One of them may be a state: F then
+has a constant in it, the next state, which is a function of the same arguments. Of positives="id" p is a statistic,
 too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
 positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
 depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
@@ -26,7 +27,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, d, display, h, m, p, positive_z, r, r2, u, x
+from infcl_gen.losses.printers import c, d, display, h, m, next_state, p, positive_z, r, r2, state, u, x
 from infcl_gen.runtime.traits import Domain
 
 ONE = Integer(1)
@@ -70,6 +71,7 @@ class Form:
     domain      of the pairs (i, j): as in `Traits`
     scaled      as in `Traits`: z is the product of features times these, in all expressions
     multiple    what multiplies the logits in the second log-sum-exp; 1 without one
+    next_state  what becomes the state of a query, and stands in F as the symbol of this name; None without a state
     """
 
     spec: LossSpec
@@ -84,6 +86,7 @@ class Form:
     of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
     scaled: tuple[str, ...] = ()
     multiple: Expr = ONE
+    next_state: Expr | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -119,15 +122,17 @@ class Form:
     @property
     def vectors(self) -> dict[str, Symbol]:
         """The symbols of queries' own numbers in F, by the keyword of a call that they follow from."""
-        return {keyword: symbol for keyword, symbol in OWN.items() if self.query_term.has(symbol)}
+        whole = self.query_term if self.next_state is None else self.query_term + self.next_state + state
+        return {keyword: symbol for keyword, symbol in OWN.items() if whole.has(symbol)}
 
 
 BY_GUIDE = "mean_by_guide"
 _OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
-OWN = {"query_weight": u, "negatives": h}
+OWN = {"query_weight": u, "negatives": h, "query_state": state}
 SCALES = (language.query_scale, language.key_scale)
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
+_CONSTANTS = (language.detach, language.next_state)
 _OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
 _OF_ALL = (language.mean_of_keys, language.mean_of_queries)
 _STATISTICS = (*_OF_LOGITS, language.positive, *_OF_ALL)
@@ -136,7 +141,7 @@ _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
-    language.mean_of_queries(x): d,
+    language.mean_of_queries(x): d, language.query_state: state,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -158,6 +163,7 @@ def form_of(spec: LossSpec) -> Form:
     """The general form of a loss. Raises LossError for a formula that has none, or whose parts no kernel computes."""
     written = spec.formula
     domain: Domain = "triangle" if written.has(_OF_QUERIES) else "rectangle"
+    _check_constants(written)
     if domain == "triangle":
         _check_triangle(spec)
         written = written.xreplace({_OF_QUERIES: z})
@@ -184,26 +190,33 @@ def form_of(spec: LossSpec) -> Form:
     refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
-    known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight}
+    known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight, language.query_state}
     if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
     outside = sorted(map(str, formula.free_symbols - known_outside))
     if outside:
         raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
-    own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
+    of_query = (language.query_weight, language.logsumexp_over_negatives(x), language.next_state)
+    own = [display(each) if isinstance(each, Expr) else each.__name__ for each in of_query if formula.has(each)]
     refuse(
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
          "write mean_over_queries alone, and call it once for each direction"),
     )  # fmt: skip
     second = {language.logsumexp_over_keys(multiple * x): r2} if multiple != 1 else {}
     query_term, key_term, of_means = _terms(formula, second)
+    query_term, following = _with_next_state(query_term)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
+    alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
+    refuse(([each for each in alone if not query_term.has(each)], "a log-sum-exp stands in next_state alone, "
+            "where it has no kernel: write it in the term, too"))  # fmt: skip
     if of_positives:
         refuse((key_term != 0, f"positives={spec.positives!r} has no kernel yet beside mean_over_keys: write "
                                "mean_over_queries alone, and call it once for each direction"),
                (not query_term.has(r), "a statistic of positives has no kernel alone: add logsumexp_over_keys(x)"),
                (not query_term.has(p), f"positives={spec.positives!r} has no kernel without a statistic of them: add "
                                         f"{_SEVERAL}"))  # fmt: skip
+        refuse((following is not None, f"next_state has no kernel yet beside positives={spec.positives!r}: write "
+                                       "positives='label'"))  # fmt: skip
         found += (Statistic("query", of_positives, p),)
     refuse(
         (key_term != 0 and not _is_linear(query_term, r),
@@ -220,8 +233,8 @@ def form_of(spec: LossSpec) -> Form:
          "mean_of_queries(x) needs positives='diagonal': write mean_of_keys(x) in mean_over_queries, the same number"),
         (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
-    over_symbols = formula.xreplace(_REDUCED | second)
-    of_pairs = (None, excluded, domain, of_means, scaled, multiple)
+    over_symbols = formula.xreplace(_REDUCED | second).replace(language.next_state, language.detach)
+    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following)
     return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
 
 
@@ -237,6 +250,28 @@ def _of_scaled_features(formula: Expr) -> tuple[Expr, tuple[str, ...]]:
     own = "key_scale has no value in logsumexp_over_negatives: multiply the features of keys and negatives"
     refuse((factor.has(language.key_scale) and found.has(language.logsumexp_over_negatives), own))
     return found, scaled
+
+
+def _check_constants(formula: Expr) -> None:
+    """Raises LossError for a state, or a value without its derivative, where there are no kernels for it."""
+    inside = {each for sums in formula.atoms(language.sum_over_pairs, *_STATISTICS) for each in sums.atoms(*_CONSTANTS)}
+    names = sorted({each.func.__name__ for each in inside})
+    refuse(
+        (names, f"{' and '.join(names)} in a logit or in sum_over_pairs has no kernel yet: write it outside of "
+                "reductions, in mean_over_queries"),
+        (formula.has(language.query_state) and not formula.has(language.next_state),
+         "query_state is kept by nothing: write next_state(e) of what becomes the state, or query_weight"),
+    )  # fmt: skip
+
+
+def _with_next_state(term: Expr) -> tuple[Expr, Expr | None]:
+    """F with a symbol for the next state of a query, and that, if there is one."""
+    found = sorted(term.atoms(language.next_state), key=sympy.default_sort_key)
+    if not found:
+        return term, None
+    refuse((len(found) > 1, f"a query has one state, and {' and '.join(map(display, found))} are two: write one of "
+                            "them, and detach the other"))  # fmt: skip
+    return sympy.factor_terms(term.xreplace({found[0]: next_state})), found[0].args[0]
 
 
 def _check_triangle(spec: LossSpec) -> None:
@@ -495,9 +530,10 @@ def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
     word, wrong = (each.func.__name__ for each in (_WORD_OF[own], _WORD_OF[other]))
     refuse((term.has(other), f"{wrong}(x) has no value in {over}: write {word}(x)"))
     factor = diff(term, own)
-    refuse((not factor.is_number, f"{word}(x) has kernels only as a constant multiple in a sum: take it out of "
-            f"{display(term.xreplace(_WORD_OF))}"))  # fmt: skip
-    return sympy.expand_mul(term - factor * own), factor
+    rest = sympy.expand_mul(term - factor * own)
+    refuse((not factor.is_number or rest.has(own), f"{word}(x) has kernels only as a constant multiple in a sum: take "
+            f"it out of {display(term.xreplace(_WORD_OF))}"))  # fmt: skip
+    return rest, factor
 
 
 def _is_linear(term: Expr, statistic: Symbol) -> bool:
@@ -520,7 +556,8 @@ def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[st
             )
         total += weight * each.args[0]
     unknown = sorted(map(str, total.free_symbols - {z, scale, bias, *_CLASSES}))
-    refuse(("query_weight" in unknown, "query_weight has no kernel yet in sum_over_pairs: write it in "
+    of_query = [name for name in ("query_weight", "query_state") if name in unknown]
+    refuse((of_query, f"{''.join(of_query[:1])} has no kernel yet in sum_over_pairs: write it in "
             "mean_over_queries"))  # fmt: skip
     if unknown:
         raise LossError(f"{', '.join(unknown)} has no kernel yet in sum_over_pairs: write terms of z, scale, bias, "

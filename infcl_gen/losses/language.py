@@ -31,6 +31,9 @@ form exp(x_ij - r_i).
 | `positives_of_query`                 | query         | the number of a query's positives                            |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
 | `query_scale`, `key_scale`           | query, key    | the caller's factors of `z`: 1 / temperature of a sample     |
+| `query_state`                        | query         | the caller's state of the query, without gradient            |
+| `next_state(e)`                      | query         | e without its gradient, which becomes the state              |
+| `detach(e)`                          | as it comes   | e, whose derivative is 0                                     |
 
 Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
 products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts. Kernels exist for a part of the
@@ -53,11 +56,11 @@ from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import parse_prefixes
 
 __all__ = [
-    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "guide", "is_positive", "is_self", "key_scale",
-    "key_weight", "keys", "log", "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries",
-    "maximum", "mean_by_softmax", "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives",
-    "mean_over_queries", "positive", "positives_of_query", "queries", "query_scale", "query_weight", "same_id",
-    "scale", "sigmoid",
+    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_positive", "is_self",
+    "key_scale", "key_weight", "keys", "log", "logsumexp_over_keys", "logsumexp_over_negatives",
+    "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_of_keys", "mean_of_queries", "mean_over_keys",
+    "mean_over_positives", "mean_over_queries", "next_state", "positive", "positives_of_query", "queries",
+    "query_scale", "query_state", "query_weight", "same_id", "scale", "sigmoid",
     "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
@@ -189,12 +192,12 @@ def is_identifier(name: object) -> bool:
 
 _SYMBOLS = (
     "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight query_scale "
-    "key_scale"
+    "key_scale query_state"
 )
 SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS.split()}
 (
     z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight,
-    query_scale, key_scale,
+    query_scale, key_scale, query_state,
 ) = SYMBOLS.values()  # fmt: skip
 
 
@@ -269,6 +272,9 @@ sum_over_pairs = _opaque("sum_over_pairs", lambda f, e: 1)
 step = _opaque("step", lambda f, u: 0)
 sigmoid: Any = _opaque("sigmoid", lambda f, u: f * sigmoid(-u))
 softplus = _opaque("softplus", lambda f, u: sigmoid(u))
+detach = _opaque("detach", lambda f, u: 0)  # a number is one without it, too
+detach.eval = classmethod(lambda cls, u: u if u.is_number else None)
+next_state = _opaque("next_state", lambda f, u: 0)
 
 
 class maximum(Function):
@@ -330,6 +336,8 @@ FUNCTIONS: dict[str, Any] = {
         sigmoid,
         step,
         maximum,
+        detach,
+        next_state,
         sympy.exp,
         sympy.log,
         sympy.tanh,

@@ -19,8 +19,8 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "r2": "r'_i", "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N",
-    "positives_of_query": "n_i",
+    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "m": "m_i", "d": "d_j", "scale": "s", "bias": "b",
+    "queries": "M", "keys": "N", "positives_of_query": "n_i",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -56,6 +56,9 @@ class _Printer(LatexPrinter):
     def _print_maximum(self, expr: Expr, exp: str | None = None) -> str:
         arguments = ", ".join(map(self._print, expr.args))
         return rf"\max{_raised(exp)}{{\left({arguments} \right)}}"
+
+    def _print_detach(self, expr: Expr, exp: str | None = None) -> str:
+        return rf"\mathrm{{sg}}{_raised(exp)}{{\left({self._print(expr.args[0])} \right)}}"
 
     def _print_step(self, expr: Expr, exp: str | None = None) -> str:
         return rf"\left[{self._print(expr.args[0])} > 0\right]{_raised(exp)}"
@@ -106,6 +109,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **{
             f"of_{keyword}": rf"\frac{{\partial L}}{{\partial {_text(symbol)}}} = \frac{{1}}{{M}} {_factor(slope)}"
             for (keyword, symbol), slope in zip(derivation.form.vectors.items(), derivation.vector_slopes, strict=True)
+            if keyword != "query_state"
         },
         **{
             f"of_{name}": rf"\frac{{\partial L}}{{\partial {_SCALES[name]}}} = \frac{{1}}{{{_SCALES[name]}}} {side}"
@@ -168,7 +172,9 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     of_queries, of_keys = derivation.form.of_means
     found |= {"query_mean": r"m_i = \frac{1}{N} \sum_j x_{ij}"} if of_queries != 0 else {}
     found |= {"key_mean": r"d_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
-    return found | {f"own_{keyword}": _VECTORS[keyword] for keyword in derivation.form.vectors}
+    following = derivation.form.next_state
+    vectors = _VECTORS if following is None else _VECTORS | {"query_state": f"y'_i = {_text(following)}"}
+    return found | {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 
 def _terms(derivation: Derivation) -> list[str]:

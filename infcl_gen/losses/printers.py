@@ -21,10 +21,10 @@ from infcl_gen.losses.language import LossError
 
 # Symbols of derived expressions: x is the logit of a pair, r = logsumexp over a query's keys, c = logsumexp over a
 # key's queries, p the logit of the positive, and positive_z its similarity. Of a query's own numbers u is the caller's
-# weight, and h = logsumexp over its own negatives. m is the mean of a query's logits, and d that of a key's. r2 is as
-# r, of a constant multiple of x.
-_LETTERS = ("x", "r", "c", "p", "positive_z", "u", "h", "m", "d", "r2")
-x, r, c, p, positive_z, u, h, m, d, r2 = (Symbol(each, real=True) for each in _LETTERS)
+# weight, h = logsumexp over its own negatives, and state what the caller keeps of it, which next_state takes the place
+# of. m is the mean of a query's logits, and d that of a key's. r2 is as r, of a constant multiple of x.
+_LETTERS = ("x", "r", "c", "p", "positive_z", "u", "h", "state", "next_state", "m", "d", "r2")
+x, r, c, p, positive_z, u, h, state, next_state, m, d, r2 = (Symbol(each, real=True) for each in _LETTERS)
 
 
 def temporary(number: int) -> Symbol:
@@ -34,7 +34,9 @@ def temporary(number: int) -> Symbol:
 
 LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
-_SYMBOLS = {**language.SYMBOLS, **{each.name: each for each in (x, r, c, p, positive_z, u, h, m, d, r2)}}
+_SYMBOLS = {
+    **language.SYMBOLS, **{each.name: each for each in (x, r, c, p, positive_z, u, h, state, next_state, m, d, r2)}
+}  # fmt: skip
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 
@@ -200,6 +202,7 @@ triton_code = Printer(
         language.step: "tl.where(({}) > 0.0, 1.0, 0.0)",
         # tl.maximum drops a NaN; the sum is one where neither is larger.
         language.maximum: "tl.where(({0}) >= ({1}), {0}, tl.where(({1}) > ({0}), {1}, ({0}) + ({1})))",
+        language.detach: "{}",  # the derivative is known
         language.softplus: "tl.maximum({0}, 0.0) + tl.log(1.0 + tl.exp(-tl.abs({0})))",
     },
     at_least="tl.where(({1}) > ({0}), {1}, {0})",
@@ -218,8 +221,9 @@ torch_code = Printer(
     functions={
         **_calls("torch"),
         language.softplus: "-torch.nn.functional.logsigmoid(-({}))",
-        language.step: "torch.where(({}) > 0, 1.0, 0.0)",
+        language.step: "torch.sign(torch.relu({}))",  # of the dtype of its argument
         language.maximum: "torch.maximum({0}, {1})",
+        language.detach: "({}).detach()",
     },
     at_least="torch.clamp({}, min={})",
 )

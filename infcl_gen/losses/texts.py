@@ -30,6 +30,8 @@ _PAIR = {
     "positive_z": "z_ip",
     "u": "u_i",
     "h": "h_i",
+    "state": "state_i",
+    "next_state": "next_i",
     "m": "m_i",
     "d": "d_j",
     "r2": "r2_i",
@@ -70,6 +72,13 @@ for name, given, like in (("guide_queries", guide_queries, q), ("guide_keys", gu
 _NO_GUIDES = """\
 if guide_queries is not None or guide_keys is not None:
         raise ValueError("this loss takes no guide_queries and guide_keys")"""
+_STATE = """\
+if query_state is None or query_state.shape != (len(q),) or not query_state.is_floating_point():
+    raise ValueError(f"this loss needs query_state, floating-point of shape ({len(q)},)")
+state = query_state.detach().to(q.device, dtype)"""
+_NO_STATE = """\
+if query_state is not None:
+    raise ValueError("this loss takes no query_state")"""
 _ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
@@ -153,7 +162,8 @@ def _of_vectors(derivation: Derivation) -> dict[str, str]:
     """The gradients of queries' own numbers, and what those of negatives add to others."""
     found, vectors = {}, derivation.form.vectors.items()
     for (keyword, symbol), slope in zip(vectors, derivation.vector_slopes, strict=True):
-        found[f"of_{keyword}"] = f"dL/d{symbol}_i = 1/M * ({display(slope, _PAIR)})"
+        if keyword != "query_state":
+            found[f"of_{keyword}"] = f"dL/d{symbol}_i = 1/M * ({display(slope, _PAIR)})"
     if "negatives" in derivation.form.vectors:
         found["of_negatives"] += "; sums over j also have g_il = dL/dh_i * exp(x_il - h_i) of n_il"
     return found
@@ -187,7 +197,12 @@ def _second_statistic(derivation: Derivation, summed: str) -> dict[str, str]:
 
 
 def _own_statistics(derivation: Derivation) -> dict[str, str]:
-    vectors = {"query_weight": "u_i = the weight of query i", "negatives": "h_i = log sum_l exp(x(q_i . n_il))"}
+    following = derivation.form.next_state
+    vectors = {
+        "query_weight": "u_i = the weight of query i",
+        "negatives": "h_i = log sum_l exp(x(q_i . n_il))",
+        "query_state": "" if following is None else f"next_i = {display(following, _PAIR)}, which replaces state_i",
+    }
     return {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 
@@ -322,7 +337,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "classes": repr(traits.classes),
         "paired": traits.paired,
         "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
-        "legend_of_counts": "M     number of rows" if triangle else "M, N  numbers of queries and keys",
+        "legend_of_counts": ("M     number of rows" if triangle else "M, N  numbers of queries and keys")
+        + "\n    state_i, next_i   the caller's state of a query, before and after a call" * traits.state,
         "own_side": traits.sides[0],
         "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L" * traits.means,
@@ -433,7 +449,10 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(
-            f"\n    of_{each}            the derivative of `query_term` by {each}" for each in own
+            f"\n    of_{each}        what replaces the state, a constant in `query_term`"
+            if keyword == "query_state"
+            else f"\n    of_{each}            the derivative of `query_term` by {each}"
+            for keyword, each in derivation.form.vectors.items()
         ),
         "and_slopes": _names(derivation.slopes_of_vectors),
         "statements_of_rows": "\n".join(derivation.statements_of_rows(torch_code, "torch.full_like(p, {})", {})),
@@ -445,12 +464,15 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
     own = derivation.form.vectors
     weight = "(M,) floating-point, the weight of each query"
     negatives = "(M, H, D) floating-point, H further keys of each query"
+    state = "(M,) floating-point, the state of each query, which stays as it is"
     return {
         "vectors": repr(tuple(own)),
         "weights": "query_weight" in own,
         "further_keys": "negatives" in own,
+        "state_of_queries": _STATE if "query_state" in own else _NO_STATE,
         "about_weights": f"{weight if 'query_weight' in own else 'must be None'}.",
         "about_negatives": f"{negatives if 'negatives' in own else 'must be None'}.",
+        "about_state": f"{state if 'query_state' in own else 'must be None'}.",
     }
 
 

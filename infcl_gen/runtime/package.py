@@ -102,8 +102,8 @@ class Call(NamedTuple):
     q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`; of a triangle k is q, detached
     scale, bias          0-dim, in the statistics dtype, on that device
     vectors              (V, m), in the statistics dtype, on that device: the numbers of `Traits.vectors`, each query's
-                         own, or None without any; at first the query_weight, negatives, query_scale and key_scale that
-                         were passed. q and k are multiplied by the last two once accepted
+                         own, or None without any; at first the query_weight, negatives, query_state, query_scale and
+                         key_scale that were passed. q and k are multiplied by the last two once accepted
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
     query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id; of a
                          triangle one tensor, passed as query_ids
@@ -162,7 +162,7 @@ class Saved(NamedTuple):
     ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
                 ranks' keys; else (0, 1)
     guides      (columns, D): what the guide has for these keys, likewise; else (0, D)
-    of_vectors  (V, m): the gradients of `Call.vectors`, for an upstream gradient of 1
+    of_vectors  (V, m): the gradients of `Call.vectors`, for an upstream gradient of 1; of a state the next one
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
 
@@ -197,8 +197,8 @@ class Block(NamedTuple):
                         With `Traits.second` the last two are the second log-sum-exp of each query
                         By a guide: mantissa and exponent are those of its sum, and a mean of logits is the number
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
-    vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
-                        loss has none
+    vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them, and the next
+                        state; None if the loss has none
     counts              queries and keys of the whole batch
     guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of

@@ -32,8 +32,9 @@ class Traits:
                       constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
                       kernel between the sweeps then makes the weight of its row
     even              whether that weight is one number for all rows that have positives, of which there may be several
-    vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight", and
-                      "negatives", whose log-sum-exp is such a number
+    vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight",
+                      "negatives", whose log-sum-exp is such a number, and last "query_state", which has no gradient:
+                      forward makes the next state in its place
     held              numbers in fp64 of each query that torch holds at most while it computes that weight
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
@@ -79,6 +80,16 @@ class Traits:
     def has_keys(self) -> bool:
         """Whether keys have statistics."""
         return bool(self.key_statistics)
+
+    @property
+    def state(self) -> bool:
+        """Whether the last of `vectors` is a state, which a call replaces."""
+        return "query_state" in self.vectors
+
+    @property
+    def weighed(self) -> int:
+        """How many of `vectors` have gradients: the first ones."""
+        return len(self.vectors) - self.state
 
     @property
     def triangle(self) -> bool:

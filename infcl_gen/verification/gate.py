@@ -428,6 +428,9 @@ class _OfQueries:
             self.own_mean = (self.own_probability * self.own_dx).sum(1)
             numbers.append(h)
             errors.append(self.own_mean + self.v * (h.abs() + 4))
+        if inputs.query_state is not None:
+            numbers.append(inputs.query_state.to(x.dtype))
+            errors.append(self.v * numbers[-1].abs().nan_to_num(posinf=0.0))
         if traits.several:  # their terms do not depend on similarities otherwise
             positive_z = dz = torch.zeros_like(r)
         else:
@@ -528,7 +531,8 @@ def _of_negatives(
     q, _, scale, bias = inputs.leaves(torch.float64, torch.float64)
     assert inputs.negatives is not None
     n = inputs.negatives.to(q.dtype)
-    slope, dslope = of.values[-1], of.errors[-1]
+    place = -1 if inputs.query_state is None else -2  # a state is the last of a query's own numbers
+    slope, dslope = of.values[place], of.errors[place]
     g = slope[:, None] * of.own_probability
     dg = g.abs() * (of.own_dx + of.own_mean[:, None] + 4 * of.v) + dslope[:, None] * of.own_probability
     dg += slope.abs()[:, None] * of.smallest + 4 * of.v * g.abs()

@@ -22,8 +22,8 @@ SLICE_ROWS = 2048
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
     for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
-    (M,), negatives (M, H, D), query_scale (M,) and key_scale (N,) for losses with them; guide_queries (M, D) and
-    guide_keys (N, D) for losses with a guide."""
+    (M,), negatives (M, H, D), query_state (M,), query_scale (M,) and key_scale (N,) for losses with them; guide_queries
+    (M, D) and guide_keys (N, D) for losses with a guide."""
 
     q: Tensor
     k: Tensor | None
@@ -34,6 +34,7 @@ class Inputs(NamedTuple):
     key_ids: Tensor | None = None
     query_weight: Tensor | None = None
     negatives: Tensor | None = None
+    query_state: Tensor | None = None
     query_scale: Tensor | None = None
     key_scale: Tensor | None = None
     guide_queries: Tensor | None = None
@@ -41,13 +42,16 @@ class Inputs(NamedTuple):
 
     @property
     def given(self) -> dict[str, Tensor | None]:
-        """The keywords of a call: labels, and the others that the loss has."""
-        others = zip(self._fields[5:], self[5:], strict=True)
+        """The keywords of a call: labels, and the others that the loss has; a copy of the state, which is written."""
+        state = None if self.query_state is None else self.query_state.clone()
+        others = zip(self._fields[5:], self._replace(query_state=state)[5:], strict=True)
         return {"labels": self.labels, **{name: x for name, x in others if x is not None}}
 
     def of_rank(self, rows: slice, keys: slice) -> "Inputs":
         """The part of some queries and some keys; labels stay those of all keys."""
-        of_queries = ("q", "labels", "query_ids", "query_weight", "negatives", "query_scale", "guide_queries")
+        of_queries = (
+            "q", "labels", "query_ids", "query_weight", "negatives", "query_state", "query_scale", "guide_queries",
+        )  # fmt: skip
         of_keys = ("k", "key_ids", "key_scale", "guide_keys")
         sides = {name: rows for name in of_queries} | {name: keys for name in of_keys}
         return self._replace(**{
@@ -63,13 +67,15 @@ class Inputs(NamedTuple):
     def vectors(
         self, mathematics: Any, q: Tensor, scale: Tensor, bias: Tensor, products: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, and the
-        log-sum-exp of its own negatives, whose products with q are of another dtype, if given."""
+        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, the
+        log-sum-exp of its own negatives, whose products with q are of another dtype, if given, and its state."""
         found = [] if self.query_weight is None else [self.query_weight.to(scale.dtype)]
         if self.negatives is not None:
             dtype = products or scale.dtype
             z = torch.einsum("id,ild->il", q.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
             found.append(mathematics.logit(z, scale, bias).logsumexp(1))
+        if self.query_state is not None:
+            found.append(self.query_state.to(scale.dtype))
         return tuple(found)
 
     def prefix(self, columns: int) -> "Inputs":

@@ -118,9 +118,10 @@ def tensors(
 
 
 def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Weights of queries, some 0 and some negative; one to three negatives of each, by seed as hard as positives;
-    scales of queries and of keys, from 1/2 to 2 and of some keys 0."""
-    weight = negatives = query_scale = key_scale = None
+    """Weights of queries, some 0 and some negative; one to three negatives of each, by seed as hard as positives; a
+    state about that of a moving average in logarithms, of some -inf; scales of queries and of keys, from 1/2 to 2 and
+    of some keys 0."""
+    weight = negatives = state = query_scale = key_scale = None
     if "query_weight" in vectors:
         weight = torch.randn(case.queries, generator=generator)
         weight[weight.abs() < 0.3] = 0.0
@@ -129,12 +130,15 @@ def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequenc
         negatives = torch.nn.functional.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=2)
         own = torch.nn.functional.normalize(q.to("cpu", torch.float64), dim=1, eps=1e-6)
         negatives = (negatives + (case.seed // 3 % 2) * own[:, None]).to(DTYPES[case.dtype])
+    if "query_state" in vectors:
+        state = torch.randn(case.queries, generator=generator) - case.scale / 2
+        state[:: 3 + case.seed % 3] = -torch.inf
     if "query_scale" in vectors:
         query_scale = torch.exp2(2 * torch.rand(case.queries, generator=generator) - 1)
     if "key_scale" in vectors:
         key_scale = torch.exp2(2 * torch.rand(case.keys, generator=generator) - 1)
         key_scale[3::7] = 0.0
-    return weight, negatives, query_scale, key_scale
+    return weight, negatives, state, query_scale, key_scale
 
 
 def _guides(case: Case, generator: torch.Generator) -> list[Tensor]:

@@ -420,7 +420,7 @@ def batch(
     of_queries, of_keys = (0.5 + torch.rand(n, generator=generator).double() / 2 for n in (count, others))
     return Inputs(
         q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives,
-        of_queries if one.tempered else None, of_keys if one.tempered == "both" else None,
+        query_scale=of_queries if one.tempered else None, key_scale=of_keys if one.tempered == "both" else None,
     )  # fmt: skip
 
 
@@ -443,8 +443,8 @@ def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device
 
     others = (None if x is None else x.to(device) for x in given[4:7])
     sides, values = (leaf(x, features) for x in given[:2]), (leaf(x, numbers) for x in given[2:4])
-    own = (leaf(getattr(given, name), features if name == "negatives" else numbers) for name in NUMBERS)
-    return Inputs(*sides, *values, *others, *own)
+    own = {name: leaf(getattr(given, name), features if name == "negatives" else numbers) for name in NUMBERS}
+    return Inputs(*sides, *values, *others, **own)
 
 
 def differentiable(given: Inputs) -> list[Any]:

@@ -7,6 +7,7 @@ import sympy
 from infcl_gen.losses import BUILTIN_LOSSES, CLIP, INFONCE, SIGLIP, SIGLIP_MULTI, LossSpec
 from infcl_gen.losses.language import (
     bias,
+    detach,
     exp,
     is_positive,
     is_self,
@@ -21,9 +22,11 @@ from infcl_gen.losses.language import (
     mean_of_queries,
     mean_over_keys,
     mean_over_queries,
+    next_state,
     positive,
     queries,
     query_scale,
+    query_state,
     query_weight,
     same_id,
     scale,
@@ -79,6 +82,12 @@ OF_MULTIPLES = {
 _WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
 _OF_BOTH, _OF_QUERIES = query_scale * key_scale * scale * z, scale * (query_scale * z + bias)
 _SUM, _FURTHER = logsumexp_over_keys(_OF_QUERIES), logsumexp_over_negatives(_OF_QUERIES)
+# The rate of a moving average is what the call gives as the weight of a query; it begins at -4.
+_APART, _BEFORE = logsumexp_over_keys(X) - positive(X), maximum(query_state, -4)
+RATE = spec(
+    mean_over_queries(query_weight * (_APART - next_state(_BEFORE + detach(query_weight) * (_APART - _BEFORE)))),
+    name="rate",
+)
 DERIVABLE = {
     "clip": CLIP,
     "infonce": INFONCE,
@@ -139,6 +148,7 @@ DERIVABLE = {
         mean_over_queries(query_weight * (_SUM + softplus(_FURTHER - _SUM) - positive(_OF_QUERIES)))
     ),
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
+    "rate": RATE,
     **SMOOTH,
     "smooth_keys_only": spec(mean_over_keys(_SMOOTH_KEYS), "diagonal"),
     "smooth_of_a_shifted_logit": spec(mean_over_queries(_SMOOTH) + mean_over_queries(mean_of_keys(X - scale))),

@@ -14,6 +14,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.losses import CLIP, INFONCE, SIGLIP, LossError, LossSpec, derive, formulas_of, language, loss_context
 from infcl_gen.losses.language import (
     bias,
+    detach,
     exp,
     guide,
     is_positive,
@@ -30,10 +31,12 @@ from infcl_gen.losses.language import (
     mean_over_keys,
     mean_over_positives,
     mean_over_queries,
+    next_state,
     positive,
     positives_of_query,
     queries,
     query_scale,
+    query_state,
     query_weight,
     same_id,
     scale,
@@ -400,6 +403,45 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "weights of both sides": (
         spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))) + CLIP.formula, "diagonal"),
         "query_weight has no kernel yet beside mean_over_keys: write",
+    ),
+    "a state that stays": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) + query_state)),
+        "query_state is kept by nothing: write next_state",
+    ),
+    "two states": (
+        spec(mean_over_queries(next_state(query_state + 1) * logsumexp_over_keys(X) - next_state(positive(X)))),
+        "a query has one state, and",
+    ),
+    "a state of both sides": (
+        spec(mean_over_queries(next_state(positive(X)) * logsumexp_over_keys(X)) + CLIP.formula, "diagonal"),
+        "next_state has no kernel yet beside mean_over_keys: write",
+    ),
+    "a state of many positives": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X) - next_state(mean_over_positives(X)) * mean_over_positives(X)),
+            "id",
+        ),
+        "next_state has no kernel yet beside positives='id': write positives='label'",
+    ),
+    "a sum of the state alone": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - next_state(logsumexp_over_keys(2 * X) + query_state))),
+        "a log-sum-exp stands in next_state alone, where it has no kernel: write it in the term, too",
+    ),
+    "a constant in the logit": (
+        spec(INFONCE_OF(detach(scale) * z)),
+        "detach in a logit or in sum_over_pairs has no kernel yet: write it outside of reductions",
+    ),
+    "a constant of pairs": (
+        spec(sum_over_pairs(detach(z) * softplus(X)) / queries, "diagonal"),
+        "detach in a logit or in sum_over_pairs has no kernel yet",
+    ),
+    "a state of pairs": (
+        spec(sum_over_pairs(query_state * softplus(X)) / queries + mean_over_queries(next_state(positive(X)))),
+        "sum_over_pairs beside mean_over_queries",
+    ),
+    "the mean of logits as a constant": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - detach(mean_of_keys(X)))),
+        r"mean_of_keys\(x\) has kernels only as a constant multiple in a sum",
     ),
     "weights of pairs": (
         spec(sum_over_pairs(query_weight * softplus(X)) / queries),

@@ -35,7 +35,7 @@ def leaves_of(inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
         name: torch.tensor(x, dtype=torch.float64) for name, x in zip(("scale", "bias"), inputs[2:4], strict=True)
     }
     found = {
-        name: x.double().clone().requires_grad_() if x is not None and x.is_floating_point() else x
+        name: x.double().clone().requires_grad_(name != "query_state") if x is not None and x.is_floating_point() else x
         for name, x in found.items()
     }
     return Inputs(**found), [x for x in found.values() if x is not None and x.requires_grad]
@@ -45,7 +45,7 @@ def truth(loss: str, inputs: Inputs) -> list[Tensor]:
     """The loss by its definition, and its gradients by all that have some."""
     inputs, leaves = leaves_of(inputs)
     value = dense_loss(loss, *inputs)
-    return [value.detach(), *torch.autograd.grad(value, leaves)]
+    return [value.detach(), *torch.autograd.grad(value, leaves, materialize_grads=True)]
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -213,7 +213,7 @@ SLOPES = "own.copy_(torch.stack(of_own))"
 BUGS: dict[str, Edit] = {
     "slopes stay numbers": (SCHEDULE, SLOPES, "pass"),
     "slopes of the first rows": (SCHEDULE, "own = block.vectors[:, rows]", "own = block.vectors[:, : len(r)]"),
-    "the weight of a term is left out": (ENGINE, "saved.of_vectors.mul_(weight)", "pass"),
+    "the weight of a term is left out": (ENGINE, "saved.of_vectors[: package.traits.weighed].mul_(weight)", "pass"),
     "upstream is left out": (
         ENGINE,
         "saved.of_vectors * upstream.to(saved.of_vectors.dtype)",

@@ -1,6 +1,7 @@
 """The tests' own dense losses, and a stand-in for a generated package: its loss.py alone, with chosen results."""
 
 import dataclasses
+import math
 import sys
 import types
 from typing import Any
@@ -26,6 +27,7 @@ def dense_loss(
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
     negatives: Tensor | None = None,
+    query_state: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None,
@@ -46,7 +48,8 @@ def dense_loss(
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
     logit. "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
     the fourth root of the sum of e^(x/2) over that of e^x). "distill" is the first cross-entropy of OpenCLIP's
-    `DistillClipLoss.dist_loss`, with the guide's similarities as the teacher's logits. Losses of one side follow in
+    `DistillClipLoss.dist_loss`, with the guide's similarities as the teacher's logits. "sogclr" is one direction of
+    arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times the temperature. Losses of one side follow in
     `_dense_of_rows`, those with any number of positives in `_dense_of_ids`. "tempered_" before a name: the
     similarities of each query, and of each key, are multiplied by numbers of their own.
     """
@@ -108,6 +111,12 @@ def dense_loss(
             logits = torch.cat((logits, further), 1)
         terms = logits.logsumexp(1) - p
         return (terms if query_weight is None else query_weight.to(q) * terms).mean()
+    if name == "sogclr":
+        assert query_state is not None and bias is not None
+        log_g, log_u = moving_average(q @ k.T, scale, own, query_state)
+        return (log_g - torch.logaddexp(log_u, torch.tensor(1e-14).to(log_u).log())).exp().mean() / torch.as_tensor(
+            scale
+        ).detach()
     if name == "decoupled":
         negatives = logits.scatter(1, own[:, None], -torch.inf).logsumexp(1)
         return (torch.logaddexp(negatives, p) - p if query_ids is not None else negatives - p).mean()
@@ -117,6 +126,15 @@ def dense_loss(
         return by_query
     assert name in ("clip", "soft", "smooth_clip") and labels is None
     return (by_query + torch.nn.functional.cross_entropy(logits.T, own, label_smoothing=smoothing)) / 2.0
+
+
+def moving_average(z: Tensor, scale: Tensor, own: Tensor, state: Tensor, gamma: float = 0.9) -> tuple[Tensor, Tensor]:
+    """Of each query, from similarities (M, N), the logarithms of g = mean over j != i of e^((z_ij - z_ii) / tau), and
+    of u after the update, which has no gradient: u = g where it was never visited, its logarithm -inf."""
+    differences = scale * (z - z.gather(1, own[:, None]))
+    log_g = differences.scatter(1, own[:, None], -torch.inf).logsumexp(1) - math.log(z.shape[1] - 1)
+    log_u = torch.logaddexp(state.to(z) + math.log(1 - gamma), log_g + math.log(gamma))
+    return log_g, torch.where(state == -torch.inf, log_g, log_u).detach()
 
 
 def _dense_of_ids(form: str, x: Tensor, same_id: Tensor, compared: Tensor) -> Tensor:
@@ -198,6 +216,7 @@ def dense(
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
     negatives: Tensor | None = None,
+    query_state: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None,
@@ -207,7 +226,7 @@ def dense(
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    own = query_weight, negatives, query_scale, key_scale, guide_queries, guide_keys
+    own = query_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
     loss = dense_loss(name, *leaves, labels, query_ids, key_ids, *own)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
@@ -252,6 +271,7 @@ def by_shares(
     key_ids: torch.Tensor | None = None,
     query_weight: torch.Tensor | None = None,
     negatives: torch.Tensor | None = None,
+    query_state: torch.Tensor | None = None,
     query_scale: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     guide_queries: torch.Tensor | None = None,
@@ -268,8 +288,8 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    given = (query_ids, key_ids, query_weight, negatives, query_scale, key_scale, guide_queries, guide_keys)
-    assert given == (None,) * 8
+    own = query_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
+    assert (query_ids, key_ids, *own) == (None,) * 9
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

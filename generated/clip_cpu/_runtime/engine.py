@@ -5,6 +5,7 @@
     at once     where gradients need no statistics, or those of a row of panels alone, forward does the work of
                 backward, which only multiplies what forward has kept (`_at_once`, `_gradients_by_rows`)
     means       a multiple of the mean of all logits is no part of any sweep: sums of features make it (means.py)
+    state       `combine` makes the next state of each query, and the operators of ops.py write it where the caller's is
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
                 (`_of_one_side`); another rank's rows are swept as keys, and nothing is summed for that rank
@@ -87,7 +88,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             package.schedule.combine(ours)
         weight = _weight(layout, call.options)
         if package.traits.vectors:
-            saved.of_vectors.mul_(weight)
+            saved.of_vectors[: package.traits.weighed].mul_(weight)
         loss = package.schedule.loss_terms(ours, weight)
         return loss if sweep.means is None else sweep.means.added(loss, weight), saved
 
@@ -118,8 +119,12 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
 
 
 def _of_vectors(package: Package, saved: Saved, upstream: Tensor) -> list[Tensor]:
-    """The gradient of the vectors, if the loss has any."""
-    return [saved.of_vectors * upstream.to(saved.of_vectors.dtype)] if package.traits.vectors else []
+    """The gradient of the vectors, if the loss has any; that of a state is 0."""
+    if not package.traits.vectors:
+        return []
+    found = saved.of_vectors * upstream.to(saved.of_vectors.dtype)
+    found[package.traits.weighed :] = 0.0
+    return [found]
 
 
 def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> tuple[Tensor, Saved]:

@@ -37,7 +37,7 @@ _hidden = False  # whether `_Loss.backward` is out of the compiler's sight
 
 class _Loss(torch.autograd.Function):
     """The loss, differentiable once in q, k, scale, bias and vectors. Inputs: a `Call`'s, the package, the bits of
-    gradients."""
+    gradients, the caller's state, which is overwritten, or None."""
 
     @staticmethod
     def vmap(*_: object) -> Any:
@@ -50,8 +50,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         # With setup_context torch would inspect this signature at each call: 65 us of host time.
-        *call, package, gradients = inputs
+        *call, package, gradients, state = inputs
         loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
+        keep_state(state, saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call[:_GIVEN], *saved)
         ctx.options, ctx.package, ctx.gradients = call[_GIVEN], package, gradients
@@ -93,8 +94,9 @@ class _TransformedLoss(_Loss):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        *call, package, gradients = inputs
+        *call, package, gradients, state = inputs
         loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
+        keep_state(state, saved)
         return (loss, *saved)
 
     @staticmethod
@@ -102,7 +104,7 @@ class _TransformedLoss(_Loss):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:_GIVEN], *output[1:])
-        ctx.options, ctx.package, ctx.gradients = inputs[_GIVEN:]
+        ctx.options, ctx.package, ctx.gradients, _ = inputs[_GIVEN:]
 
 
 class _Gradients(_TransformedLoss):
@@ -123,25 +125,36 @@ class _Gradients(_TransformedLoss):
         raise _twice(ctx.name)
 
 
+def keep_state(state: Tensor | None, saved: Saved) -> None:
+    """Writes the next state of each query where the caller has the state, as batch norm does its running statistics."""
+    if state is not None:
+        state.copy_(saved.of_vectors[-1])
+
+
 def _twice(name: str) -> RuntimeError:
     return RuntimeError(f"trying to differentiate {name} twice: its gradient has no derivative")
 
 
-def differentiable(package: Package, call: Call) -> Tensor:
-    """The loss of an accepted call. Features are cast to the package's dtype; gradients have the features' dtype."""
+def differentiable(package: Package, call: Call, state: Tensor | None = None) -> Tensor:
+    """The loss of an accepted call. Features are cast to the package's dtype; gradients have the features' dtype.
+
+    `state` is the caller's tensor of a loss with a state, which is overwritten; else None.
+    """
     gradients = wanted(package, call)
     loss: Tensor
     if traced(*call.inputs):
         if not torch.compiler.is_compiling():
             _tell_flops(package)
-        loss = package.operators.forward(*call[:_GIVEN], *call.options[:_NAMED], gradients)[0]
+        loss, *rest = package.operators.forward(*call[:_GIVEN], *call.options[:_NAMED], gradients)
+        keep_state(state, Saved(*rest))  # not in the operator: torch differentiates none that writes its arguments
     elif torch._C._are_functorch_transforms_active():
-        loss = _TransformedLoss.apply(*call, package, gradients)[0]
+        loss = _TransformedLoss.apply(*call, package, gradients, state)[0]
     elif gradients or forward_ad._current_level >= 0:  # `_Loss` refuses forward-mode derivatives
         _hide_backward()
-        loss = _Loss.apply(*call, package, gradients)
+        loss = _Loss.apply(*call, package, gradients, state)
     else:
-        loss = replay.forward(package, call.cast(package), gradients)[0]
+        loss, saved = replay.forward(package, call.cast(package), gradients)
+        keep_state(state, saved)
     return loss
 
 
@@ -242,7 +255,7 @@ def register(package: Package) -> Any:
         torch.library.register_fake(f"{namespace}::{name}", shapes, lib=library)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package, inputs[-1]), output)
+        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package, inputs[-1], None), output)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # first: raises torch's own error for a second backward without retain_graph

@@ -18,7 +18,7 @@ from .agreement import BatchTooLargeError as BatchTooLargeError
 from .agreement import announce_rejection
 from .group import ALONE, resolve
 from .launch import INTERPRETED
-from .ops import differentiable, register, traced, wanted
+from .ops import differentiable, keep_state, register, traced, wanted
 from .package import NAMES, Call, Options, Package
 from .scaled import scaled, times_rows
 from .selftest import selftest as run_selftest
@@ -30,6 +30,7 @@ _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_r
 _GUIDES = "guide_queries", "guide_keys"
 _OWN = {
     "query_weight": "weights of queries", "negatives": "negatives of single queries",
+    "query_state": "state of queries",
     "query_scale": "scales of single queries", "key_scale": "scales of single keys",
 }  # fmt: skip
 _NAMES = "image_features", "text_features", "logit_scale", "logit_bias"  # as NAMES, in the signature of modules
@@ -70,15 +71,16 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
 def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
     """`contrastive_loss` of a `Call`'s arguments."""
     call = Call(*arguments)
+    state = _state(call)
     if not torch.compiler.is_compiling():
-        return differentiable(package, _agreed(package, call))
+        return differentiable(package, _agreed(package, call), state)
     try:
         call = accepted(package, call)
     except (TypeError, ValueError) as error:  # raised in a trace, torch's error would name no argument and no remedy
         kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
         refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
         return refused
-    return differentiable(package, call)
+    return differentiable(package, call, state)
 
 
 def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -88,12 +90,13 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
         given = _agreed(package, called, package.gradients)
         call = given.cast(package)
         loss, saved = replay.forward(package, call, package.gradients)
+        keep_state(_state(called), saved)
         upstream = torch.ones_like(loss)
         dq, dk, dscale, dbias, *_ = replay.backward(package, call, saved, upstream, package.gradients)
         sides = zip((dq, dk), given[:2], strict=True)
         dq, dk = (None if x is None else x.to(like.dtype) for x, like in sides)
         if "negatives" in package.traits.vectors:
-            found = _through_negatives(package, given, called.vectors[1], saved.of_vectors[-1])
+            found = _through_negatives(package, given, called.vectors[1], saved.of_vectors[package.traits.weighed - 1])
             sums = zip((dq, dscale, dbias), found, strict=True)
             dq, dscale, dbias = (None if a is None else a + b for a, b in sums)
         scales = _scales(package, called.vectors)
@@ -106,7 +109,7 @@ def _through_negatives(package: Package, call: Call, negatives: Tensor, upstream
     with torch.inference_mode(False), torch.enable_grad():
         # Copies: autograd keeps no tensor of inference mode.
         q, scale, bias = (x.detach().clone().requires_grad_() for x in (call.q, call.scale, call.bias))
-        found = _vectors(package, q, scale, bias, None, negatives.detach().clone())
+        found = _vectors(package, q, scale, bias, None, negatives.detach().clone(), None)
         return torch.autograd.grad(found, (q, scale, bias), upstream[None], materialize_grads=True)
 
 
@@ -162,6 +165,7 @@ class ContrastiveLoss(nn.Module):
         key_ids: Tensor | None = None,
         query_weight: Tensor | None = None,
         negatives: Tensor | None = None,
+        query_state: Tensor | None = None,
         query_scale: Tensor | None = None,
         key_scale: Tensor | None = None,
         guide_queries: Tensor | None = None,
@@ -173,8 +177,9 @@ class ContrastiveLoss(nn.Module):
         if self.world_size is not None or self.rank is not None:
             self._check_world()
         features, numbers = (image_features, text_features), (logit_scale, logit_bias)
-        own, of_pairs = (query_weight, negatives, query_scale, key_scale), (labels, query_ids, key_ids)
-        loss = self._loss(*features, *numbers, own, *of_pairs, guide_queries, guide_keys, self.options)
+        own = query_weight, negatives, query_state, query_scale, key_scale
+        of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
+        loss = self._loss(*features, *numbers, own, *of_pairs, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _loss(self, *arguments: Any) -> Tensor:
@@ -239,7 +244,7 @@ def accepted(package: Package, call: Call) -> Call:
     scale = _scalar(names[2], scale, package, q)
     bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
     q, k = (x if a is None else scaled(x, a) for x, a in zip((q, k), _scales(package, passed), strict=True))
-    vectors = _vectors(package, q, scale, bias, *passed[:2]) if package.traits.vectors else None
+    vectors = _vectors(package, q, scale, bias, *passed[:3]) if package.traits.vectors else None
     return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, guide_queries, guide_keys, options)
 
 
@@ -400,20 +405,29 @@ def _check_vectors(package: Package, call: Call) -> None:
             continue
         rows = _shape(q)[0]
         shape = f"({rows}, H, {package.dim}), with H at least 1," if name == "negatives" else f"({rows},)"
-        expected = f"{name} must be a dense floating-point tensor of shape {shape} on {q.device}"
+        dtype = "fp32 or fp64" if name == "query_state" else "floating-point"
+        expected = f"{name} must be a dense {dtype} tensor of shape {shape} on {q.device}"
         if x is None:
             raise ValueError(f"{package.loss_name} needs {name}: {expected}")
         if not isinstance(x, Tensor):
             raise TypeError(f"{expected}, not {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided or not x.is_floating_point():
+        if not _is_dense(name, x):
             raise ValueError(f"{expected}, not {'nested' if x.is_nested else x.layout} of {x.dtype}")
         if x.device != q.device:  # a copy from the host would wait for the device
             raise ValueError(f"{expected}, not on {x.device}")
+        if name == "query_state" and x.requires_grad:
+            raise ValueError(f"{name} has no gradient, but requires one: pass {name}.detach(), which is overwritten")
         raise ValueError(f"{expected}, not of shape {_shape(x)}")
 
 
+def _is_dense(name: str, x: Tensor) -> bool:
+    """Strided, and of floating point; a state also of at least 32 bits: an average moves in small steps."""
+    dense = not x.is_nested and x.layout == torch.strided and x.is_floating_point()
+    return dense and (name != "query_state" or x.dtype in (torch.float32, torch.float64))
+
+
 def _is_vector(name: str, x: Any, q: Tensor) -> bool:
-    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not x.is_floating_point():
+    if not isinstance(x, Tensor) or not _is_dense(name, x) or (name == "query_state" and x.requires_grad):
         return False
     if name == "negatives":
         return x.device == q.device and x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
@@ -421,9 +435,15 @@ def _is_vector(name: str, x: Any, q: Tensor) -> bool:
 
 
 def _vectors(
-    package: Package, q: Tensor, scale: Tensor, bias: Tensor, query_weight: Tensor | None, negatives: Tensor | None
+    package: Package,
+    q: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    query_weight: Tensor | None,
+    negatives: Tensor | None,
+    query_state: Tensor | None,
 ) -> Tensor:
-    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these.
+    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these but the state.
 
     Those of negatives are h_i = log sum_l exp(x_il), of the logits of query i and its own keys. Products are summed
     element by element: a matrix product might round to bf16 or tf32.
@@ -433,13 +453,20 @@ def _vectors(
     if negatives is not None:
         z = (q.to(dtype)[:, None] * negatives.to(dtype)).sum(2)
         found.append(package.loss.logit(z, scale, bias).logsumexp(1))
+    if query_state is not None:
+        found.append(query_state.to(dtype))
     return torch.stack(found)
+
+
+def _state(call: Call) -> Tensor | None:
+    """The state that a call passes, before it is accepted."""
+    return None if call.vectors is None else call.vectors[2]
 
 
 def _scales(package: Package, own: tuple[Any, ...] | None) -> tuple[Tensor | None, Tensor | None]:
     """The numbers that multiply rows of q and of k, in the statistics dtype, differentiably; None for none."""
-    _, _, *given = own or (None,) * len(_OWN)
-    of_queries, of_keys = (None if x is None else x.to(package.schedule.STATISTICS_DTYPE) for x in given)
+    *_, first, last = own or (None,) * len(_OWN)
+    of_queries, of_keys = (None if x is None else x.to(package.schedule.STATISTICS_DTYPE) for x in (first, last))
     return of_queries, of_keys
 
 

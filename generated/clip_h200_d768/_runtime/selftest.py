@@ -58,11 +58,10 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
         q, other = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
         k = None if package.traits.triangle else other
-        given = _vectors(package, q) | _scales(package, q, k)
-        own = tuple(given.get(name) for name in ("query_weight", "negatives", "query_scale", "key_scale"))
-        classes = None, *_ids(package, q, k), *_guides(package, q, k).values()
-        arguments = (package, q, k, scale, BIAS, own, *classes, Options(ALONE))
-        first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
+        rest = None, *_ids(package, q, k), *_guides(package, q, k).values(), Options(ALONE)
+        first, second = (
+            Results(*loss_and_grads(package, q, k, scale, BIAS, _passed(package, q, k), *rest)) for _ in range(2)
+        )
         repeatable &= all(torch.equal(a, b) for _, a, b in compared(first, second))
         errors, allowed = _errors(package, first, q, k, scale)
         ok = all(errors[name] <= allowed[name] for name in errors)
@@ -93,10 +92,18 @@ def _guides(package: Package, q: Tensor, k: Tensor | None) -> dict[str, Tensor |
     return {name: 2 * x.flip(1) for name, x in zip(names, (q, k), strict=True)}
 
 
+def _passed(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What a call passes of numbers of single rows."""
+    given = _vectors(package, q) | _scales(package, q, k)
+    return tuple(given.get(name) for name in ("query_weight", "negatives", "query_state", "query_scale", "key_scale"))
+
+
 def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
-    """Keywords of queries' own numbers: weights up to 1, and another query and the query itself read backwards."""
+    """Keywords of queries' own numbers: weights up to 1, another query and the query itself read backwards, and a state
+    below 0 that the first queries do not have yet. A call overwrites the last."""
     weights = torch.arange(1, len(q) + 1, device=q.device, dtype=torch.float64) / len(q)
-    found = {"query_weight": weights, "negatives": torch.stack((q.roll(1, 0), q.flip(1)), 1)}
+    state = torch.where(weights < 0.2, -math.inf, -weights)
+    found = {"query_weight": weights, "negatives": torch.stack((q.roll(1, 0), q.flip(1)), 1), "query_state": state}
     return {name: found[name] for name in package.traits.vectors}
 
 
