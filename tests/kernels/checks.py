@@ -30,6 +30,7 @@ from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
 from tests.runtime.in_process import World
 from tests.runtime.recording import record
+from tests.verification.dense import moving_average
 
 
 def numerics(made: Made, case: Case, device: str = "cpu") -> None:
@@ -138,6 +139,26 @@ def own_numbers(made: Made, device: str = "cpu") -> None:
     (dq,) = torch.autograd.grad(package.contrastive_loss(q, *inputs[1:3], **given), q)
     nothing = given["query_weight"] == 0
     assert bool(nothing.any()) and not bool(dq[nothing].any()), "a query of weight 0 has a gradient"
+
+
+def next_states(made: Made, device: str = "cpu") -> None:
+    """A call leaves the next state of its definition, that of a first visit, too, with and without gradients."""
+    package = module(made)
+    inputs = inputs_of(package, fitting(package, Case(129, 100, 0, scale=3.0, seed=5)), device)
+    assert inputs.k is not None and inputs.query_state is not None
+    z, own = inputs.q.double() @ inputs.k.double().T, inputs.positives()
+    if made.loss == "sogclr":
+        _, expected = moving_average(z, torch.tensor(3.0, device=device), own, inputs.query_state)
+    else:
+        assert inputs.query_weight is not None and inputs.query_state is not None
+        terms = (3 * (z - z.gather(1, own[:, None]))).logsumexp(1)
+        before = inputs.query_state.clamp(min=-4)
+        expected = before + inputs.query_weight * (terms - before)
+    for call in (package.loss_and_grads, package.contrastive_loss):
+        given = inputs.given
+        call(*inputs[:3], **given)
+        error = float((given["query_state"] - expected).abs().max())
+        assert error < 0.02, f"states are off by {error:.2g}"
 
 
 def repeatable(made: Made, case: Case, repeats: int, device: str = "cpu") -> None:

@@ -51,6 +51,7 @@ LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
 PAIRS, ROWS, OWN = Made("panel", "siglip"), Made("rows", "infonce"), Made("rows", "hard")
 WEIGHED, ANGULAR = Made("panel", "rince"), Made("panel", "angular")
+STATES, RATES = Made("panel", "sogclr"), Made("rows", "rate")
 WITHOUT_POSITIVES, OWN_OF_PANELS = Made("panel", "decoupled_by_id"), Made("panel", "hard")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
@@ -1166,6 +1167,12 @@ BUGS: dict[str, Bug] = {
         checks.own_numbers,
         (),
         "weight 0",
+    ),
+    "the next state is not written": Bug(
+        STATES, (("kernels.py", "vectors + i, of_state.to", "vectors + i, state.to"),), checks.next_states
+    ),
+    "the state of a query is taken for its weight": Bug(
+        RATES, (("kernels.py", "tl.load(vectors + vectors_stride + i", "tl.load(vectors + i"),), checks.next_states
     ),
     # ---- terms that combine the sum and the positive of a query
     "g of a positive is the query's part of the loss": Bug(

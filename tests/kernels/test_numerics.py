@@ -20,6 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
+    "sogclr",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -53,7 +54,7 @@ CASES = st.builds(
     [
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
-        *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard")),
+        *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard", "sogclr")),
         *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows")),
         *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "squared_weights")),
         *(("panel", loss) for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill")),
@@ -146,6 +147,7 @@ RANKS = [
     ("panel", "ntxent", "bf16", "ring"), ("panel", "ntxent", "fp32", "gather"),
     ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
+    ("panel", "sogclr", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
     ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
@@ -177,6 +179,11 @@ def test_embeddings_in_parts(interpreted: Interpreter, dim: int) -> None:
 @pytest.mark.parametrize("strategy", ["panel", "rows"])
 def test_gradients_of_queries_own_numbers(interpreted: Interpreter, strategy: str) -> None:
     interpreted(checks.own_numbers, Made(strategy, "hard"))
+
+
+@pytest.mark.parametrize(("strategy", "loss"), [("panel", "sogclr"), ("rows", "rate")])
+def test_next_states(interpreted: Interpreter, strategy: str, loss: str) -> None:
+    interpreted(checks.next_states, Made(strategy, loss))
 
 
 @pytest.mark.parametrize("precision", ["default", "exact", "tf32"])

@@ -295,7 +295,8 @@ def case_results(
 def own_gradients(
     package: str, ranks: tuple[int, ...], rows: list[int], keys: list[int], case: Case, without: bool = False
 ) -> list[Tensor]:
-    """This rank's loss and gradients by features, scale, bias, and its queries' own numbers; `without` these."""
+    """This rank's loss and gradients by features, scale, bias, and its queries' own numbers, and their next state;
+    `without` these."""
     module = importlib.import_module(package)
     rank = dist.get_rank(group_of(ranks))
     whole = inputs_of(module, case, _device)
@@ -304,12 +305,13 @@ def own_gradients(
     leaves = {
         name: torch.as_tensor(x, dtype=torch.float64).detach().clone().requires_grad_()
         for name, x in own._asdict().items()
-        if isinstance(x, float) or (x is not None and x.is_floating_point())
+        if isinstance(x, float) or (x is not None and x.is_floating_point() and name != "query_state")
     }
     given = own._replace(**leaves)
     keywords = {} if without else given.given
     loss = module.contrastive_loss(*given[:4], **keywords, group=group_of(ranks))
-    return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
+    state = [x for x in (keywords.get("query_state"),) if x is not None]  # the next one
+    return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values())), *state]
 
 
 def call(package: str, ranks: tuple[int, ...], **arguments: Any) -> float:

@@ -1,0 +1,258 @@
+"""A state of each query, which a call replaces: the moving average of SogCLR, kept by the caller as a logarithm."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infcl_gen import ContrastiveLoss, contrastive_loss
+from infcl_gen.losses import LossSpec
+from infcl_gen.losses.language import (
+    detach,
+    exp,
+    is_self,
+    logsumexp_over_keys,
+    mean_over_queries,
+    next_state,
+    positive,
+    query_state,
+    scale,
+    similarity,
+)
+from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.properties import Case, inputs_of
+from tests.kernels.planted import Edit
+from tests.losses.specs import RATE
+from tests.verification.dense import dense, moving_average
+
+from .pool import Packages, Pool, results
+from .test_own import CLOSE, GATHER, RING, assert_close, truth
+
+GAMMA, EPS = 0.9, 1e-14
+torch.manual_seed(0)
+X, Y = (torch.nn.functional.normalize(torch.randn(12, 8, dtype=torch.float64), dim=1) for _ in range(2))
+U, V = (torch.tensor([-math.inf, -0.5, -3.0] * 4, dtype=torch.float64) for _ in range(2))
+
+
+def drawn(package: ModuleType, seed: int = 1, dtype: str = "fp64") -> Inputs:
+    return inputs_of(package, Case(70, 93, 8, dtype, 3.0, -1.0, seed=seed))
+
+
+def next_of(inputs: Inputs) -> Tensor:
+    """The next state, by its definition."""
+    assert inputs.k is not None and inputs.query_state is not None
+    z = inputs.q.double() @ inputs.k.double().T
+    return moving_average(z, torch.as_tensor(inputs.scale), inputs.positives(), inputs.query_state)[1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_device_against_the_definition(packages: Packages, seed: int) -> None:
+    """Loss, gradients and next state, by autograd, without it, and without gradients; `reference` leaves the state."""
+    package = packages("sogclr")
+    inputs = drawn(package, seed)
+    expected, following = dense("sogclr", *inputs), next_of(inputs)
+    given = inputs.given
+    assert_close([*package.loss_and_grads(*inputs[:4], **given), given["query_state"]], [*expected, following])
+    leaves, given = inputs.leaves(torch.float64, torch.float64), inputs.given
+    value = package.contrastive_loss(*leaves, **given, reduction="sum")
+    assert_close([value.detach() / 70, given["query_state"]], [expected[0], following])
+    assert_close(
+        torch.autograd.grad(value, leaves, -3 * torch.ones_like(value)), [-210 * each for each in expected[1:]]
+    )
+    given = inputs.given
+    with torch.no_grad():
+        assert_close([package.contrastive_loss(*inputs[:4], **given)], expected[:1])
+    assert_close([given["query_state"]], [following])
+    given = inputs.given
+    assert_close([package.reference(*inputs[:4], **given)], expected[:1])
+    assert torch.equal(given["query_state"], inputs.query_state)
+
+
+def test_the_state_is_kept_where_the_caller_has_it(packages: Packages) -> None:
+    """In rows of a table, of either dtype, also by strides; a second visit takes the average."""
+    package = packages("sogclr", "fp32")
+    q, k = X.float(), Y.float()
+    table = torch.full((30, 2), -math.inf)
+    for visit, count in enumerate((1, 2)):
+        for _ in range(count):
+            package.contrastive_loss(q, k, 3.0, query_state=table[9:21, 1])
+        assert bool(table[:9].isinf().all()) and bool(table[:, 0].isinf().all()), visit
+    log_g, _ = moving_average(X @ Y.T, torch.tensor(3.0), torch.arange(12), U)
+    torch.testing.assert_close(table[9:21, 1].double(), log_g, rtol=1e-5, atol=1e-6)  # an average of equal numbers
+    wide = U.clone()
+    package.loss_and_grads(q, k, 3.0, query_state=wide)
+    expected = moving_average(X @ Y.T, torch.tensor(3.0), torch.arange(12), U)[1]
+    torch.testing.assert_close(wide, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_traced_and_transformed(packages: Packages) -> None:
+    package = packages("sogclr")
+    expected, following = dense("sogclr", X, Y, 2.0, query_state=U), next_of(Inputs(X, Y, 2.0, query_state=U))
+
+    def loss(q: Tensor, state: Tensor) -> Tensor:
+        value: Tensor = package.contrastive_loss(q, Y, 2.0, query_state=state)
+        return value
+
+    state, outside = U.clone(), U.clone()
+    assert_close([torch.func.grad(loss)(X, state), state], [expected.dq, following])
+    assert_close([torch.func.grad(lambda q: loss(q, outside))(X), outside], [expected.dq, following])
+    q, state = X.clone().requires_grad_(), U.clone()
+    value = torch.compile(loss, fullgraph=True, backend="aot_eager")(q, state)
+    assert_close([value.detach(), *torch.autograd.grad(value, q), state], [expected.loss, expected.dq, following])
+    with pytest.raises(ValueError, match="sogclr needs query_state: query_state must be a dense fp32 or"):
+        torch.compile(lambda q: package.contrastive_loss(q, Y, 2.0), backend="aot_eager")(X)
+
+
+def test_operators_are_well_formed(packages: Packages) -> None:
+    operators = packages("sogclr").ContrastiveLoss._package.operators
+    numbers = [torch.tensor(x, dtype=torch.float64) for x in (2.0, 0.0)]
+    call = [*(x.clone().requires_grad_() for x in (X, Y, *numbers)), V.clone()[None]]
+    rest = (None, None, None, None, None, "", "mean", "mean", "first", "none")
+    torch.library.opcheck(operators.forward, (*call, *rest, 15))
+    with torch.no_grad():
+        loss, *saved = operators.forward(*call, *rest, 15)
+        arguments = (torch.ones_like(loss), *(x.detach() for x in call), *rest[:5], *saved, *rest[5:], 15)
+    torch.library.opcheck(operators.backward, arguments)
+
+
+def test_the_recipe_of_both_directions(packages: Packages) -> None:
+    """As docs/losses.md has it: two calls, and the temperature of FastCLIP-v3, as autograd differentiates it."""
+    log_scale, rho = torch.tensor(1.5, dtype=torch.float64), 6.5
+
+    def ours(q: Tensor, k: Tensor, log_scale: Tensor) -> Tensor:
+        criterion, u, v, scale = ContrastiveLoss("sogclr"), U.clone(), V.clone(), log_scale.exp()
+        loss = criterion(q, k, scale, query_state=u) + criterion(k, q, scale, query_state=v)
+        whole: Tensor = loss + ((u + v).mean() + 2 * rho) / scale
+        return whole
+
+    def theirs(q: Tensor, k: Tensor, log_scale: Tensor) -> Tensor:
+        tau, own, sides = 1 / log_scale.exp(), torch.arange(12), torch.zeros((), dtype=torch.float64)
+        for z, state in ((q @ k.T, U), (k @ q.T, V)):
+            g = ((z - z.diagonal()[:, None]) / tau).exp().masked_fill(torch.eye(12, dtype=torch.bool), 0.0).sum(1) / 11
+            u = torch.where(state == -math.inf, g, (1 - GAMMA) * state.exp() + GAMMA * g).detach()
+            assert own.numel() == len(u)
+            sides = sides + tau.detach() * (g / (u + EPS)).mean() + tau * (u.log().mean() + rho)
+        return sides
+
+    for of in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x in (X, Y, log_scale)]
+        value = of(*leaves)
+        found = [value.detach(), *torch.autograd.grad(value, leaves)]
+        if of is ours:
+            expected = found
+    assert_close(found, expected)
+
+
+# A state of rows that are compared with each other.
+X_OF_ROWS = scale * similarity("query", "query")
+APART = logsumexp_over_keys(X_OF_ROWS, where=1 - is_self) - positive(X_OF_ROWS)
+AVERAGED = exp(APART - next_state((query_state + APART) / 2)) * detach(1 / scale)
+CENTRED = LossSpec("centred", mean_over_queries(AVERAGED), "label")
+
+
+def test_losses_of_ones_own() -> None:
+    """The rate of a state may be the weight of a query. The rows of a triangle have states, too."""
+    rate, state, before = torch.linspace(0, 1, 12, dtype=torch.float64).requires_grad_(), V.clone(), V.clamp(min=-4)
+    value = contrastive_loss(X, Y, 2.0, loss=RATE, query_weight=rate, query_state=state)
+    logits = 2 * X @ Y.T
+    terms = logits.logsumexp(1) - logits.diagonal()
+    following = before + rate.detach() * (terms - before)
+    assert_close([state, value.detach()], [following, (rate.detach() * (terms - following)).mean()])
+    assert_close(torch.autograd.grad(value, rate), [(terms - following) / 12])  # the state is a constant
+
+    q, number = X.clone().requires_grad_(), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    state = before.clone()
+    value = contrastive_loss(q, None, number, loss=CENTRED, query_state=state)
+    found = torch.autograd.grad(value, (q, number))
+    logits = (number * q @ q.T).masked_fill(torch.eye(12, dtype=torch.bool), -math.inf)
+    terms = logits.logsumexp(1) - logits[torch.arange(12), torch.arange(12).roll(6)]
+    following = ((before + terms) / 2).detach()
+    expected = ((terms - following).exp() / number.detach()).mean()
+    assert_close(
+        [value.detach(), state, *found], [expected.detach(), following, *torch.autograd.grad(expected, (q, number))]
+    )
+
+
+def test_values_at_the_ends(packages: Packages) -> None:
+    """Without negatives g is 0, and the state is that of a query not yet visited; NaN stays in its row."""
+    package = packages("sogclr")
+    state = torch.tensor([-math.inf, -2.0], dtype=torch.float64)
+    loss, dq, dk, *_ = package.loss_and_grads(
+        X[:2], X[:1], 2.0, labels=torch.zeros(2, dtype=torch.int64), query_state=state
+    )
+    assert loss == 0 and not dq.any() and not dk.any() and state[0] <= -5000
+    torch.testing.assert_close(state[1], torch.tensor(-2 + math.log(1 - GAMMA), dtype=torch.float64), **CLOSE)
+    for factor in (1e-3, 1000.0):
+        inputs = drawn(package)._replace(scale=factor)
+        assert_close(package.loss_and_grads(*inputs[:4], **inputs.given)[:3], dense("sogclr", *inputs)[:3])
+    broken, state = X.clone(), U.clone()
+    broken[3] = math.nan
+    assert package.contrastive_loss(broken, Y, 2.0, query_state=state).isnan()
+    assert bool(state[3].isnan()) and int(state.isnan().sum()) == 1
+
+
+STATE = r"query_state must be a dense fp32 or fp64 tensor of shape \(12,\) on cpu"
+BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
+    ("sogclr", None, ValueError, f"^sogclr needs query_state: {STATE}$"),
+    ("sogclr", 0.0, TypeError, f"{STATE}, not float$"),
+    ("sogclr", U[:5], ValueError, rf"{STATE}, not of shape \(5,\)$"),
+    ("sogclr", U.bfloat16(), ValueError, f"{STATE}, not torch.strided of torch.bfloat16$"),
+    ("sogclr", U.clone().requires_grad_(), ValueError, r"no gradient, but requires one: pass query_state.detach\(\)"),
+    ("clip", U, ValueError, "clip has no state of queries: query_state must be None$"),
+]
+
+
+@pytest.mark.parametrize(("loss", "state", "error", "message"), BAD_CALLS)
+def test_wrong_states_are_refused_in_one_line(
+    packages: Packages, loss: str, state: Any, error: type[Exception], message: str
+) -> None:
+    package = packages(loss)
+    for call in (package.contrastive_loss, package.loss_and_grads):
+        with pytest.raises(error, match=message) as caught:
+            call(X, Y, 2.0, query_state=state)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def pool(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Iterator[Pool]:
+    pool = Pool(3, folder_of(packages("clip")).parent)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(("rows", "keys"), [([33, 40], [65, 30]), ([0, 7, 3], [9, 2, 4])])
+@pytest.mark.parametrize("way", [RING, GATHER], ids=["ring", "gather"])
+def test_over_ranks(pool: Pool, packages: Packages, way: dict[str, Any], rows: list[int], keys: list[int]) -> None:
+    """Nothing of a state travels: each rank gives that of its own queries, whose next one has all keys in it."""
+    ranks = tuple(range(len(rows)))
+    case = Case(sum(rows), sum(keys), 8, "fp64", 3.0, -1.0, seed=1)
+    inputs, package = inputs_of(packages("sogclr"), case), packages("sogclr", **way).__name__
+    answers = pool.run("own_gradients", ranks, package=package, ranks=ranks, rows=rows, keys=keys, case=case)
+    *found, state = zip(*results(answers), strict=True)
+    averaged = [torch.cat(each) / len(rows) if each[0].dim() else torch.stack(each).mean() for each in found]
+    assert_close([*averaged, torch.cat(state)], [*truth("sogclr", inputs), next_of(inputs)])
+
+
+SCHEDULE, ENGINE, API, OPS, LOSS = "schedule.py", "_runtime/engine.py", "_runtime/api.py", "_runtime/ops.py", "loss.py"
+BUGS: dict[str, Edit] = {
+    "the state stays": (OPS, "state.copy_(saved.of_vectors[-1])", "pass"),
+    "the next state is weighed": (ENGINE, "[: package.traits.weighed].mul_(weight)", ".mul_(weight)"),
+    "the state of the next query": (API, "query_state.to(dtype)", "query_state.roll(1).to(dtype)"),
+    "the next state of the first rows": (SCHEDULE, "own = block.vectors[:, rows]", "own = block.vectors[:, : len(r)]"),
+    "the old state divides": (LOSS, "of_state = t", "of_state = state + 0.0 * t"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
+    wrong = importlib.import_module(planted(name, "sogclr", (BUGS[name],)))
+    with pytest.raises(AssertionError):
+        test_one_device_against_the_definition(lambda _: wrong, 1)
