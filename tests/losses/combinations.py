@@ -448,7 +448,7 @@ def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device
 
 
 def differentiable(given: Inputs) -> list[Any]:
-    return [*given[:4], *given[7:]]
+    return [*given[:4], *(getattr(given, name) for name in NUMBERS)]
 
 
 def truth_of(
