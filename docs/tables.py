@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 import infcl_gen
 from infcl_gen import cli
+from infcl_gen.bench.results import named
 from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
 from infcl_gen.inputs.problem import make_problem
@@ -444,7 +445,7 @@ def efficiencies(rows: Rows) -> str:
 def _who(row: dict[str, Any]) -> str:
     package, ranks = row.get("package"), row.get("ranks", 1)
     who = row["impl"] if package in (None, "generated") else f"{row['impl']}, {package}"
-    who += f", frozen {row['frozen']}" if row.get("frozen", "none") != "none" else ""
+    who += named(row)
     how = f", by {row['transport']}" if row.get("transport") else ""
     if how and row["budget_bytes"] != row["predicted_peak_bytes"]:  # else the plan without a budget
         how += f", {row['budget_bytes'] / 1e6:.0f} MB"

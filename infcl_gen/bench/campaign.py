@@ -33,10 +33,10 @@ from infcl_gen.bench.contest import Contest, Limits
 from infcl_gen.bench.peers import PEERS, chosen_peers
 from infcl_gen.bench.point import row_precision
 from infcl_gen.bench.results import Rows, identity, measured_before, measurement, write_results
-from infcl_gen.emission import build, plan_problem, read_package, write_package
+from infcl_gen.emission import build, loss_of, plan_problem, read_package, write_package
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.inputs.text import check_integer, check_keys, check_word, parse_count, read_toml, show
+from infcl_gen.inputs.text import check_integer, check_keys, check_word, parse_count, prefixes_text, read_toml, show
 
 CLOSE = 1.1  # predicted / measured peak; not with CUDA graphs: plans hold room for a call that cannot be recorded
 
@@ -74,7 +74,7 @@ class Place:
         problem = self.problem
         precision = row_precision(problem.precision, problem.dtype, self.features)
         sizes = (problem.batch_size, problem.total_keys, problem.dim, problem.dtype, precision, problem.devices)
-        return (problem.loss_name, *sizes, self.scale, problem.frozen)
+        return (problem.loss_name, *sizes, self.scale, problem.frozen, prefixes_text(loss_of(problem).prefixes))
 
     def packages(self, folder: Path) -> list[Path]:
         """A package for each distinct plan, in a folder named by strategy and problem."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from infcl_gen.bench.results import FIELDS, IDENTITY, Row
+from infcl_gen.bench.results import FIELDS, IDENTITY, NAMED, Row
 from infcl_gen.bench.timing import SEED
 from infcl_gen.emission.package import Package
 from infcl_gen.errors import InputError
-from infcl_gen.inputs.text import show
+from infcl_gen.inputs.text import prefixes_text, show
 from infcl_gen.kernels.choice import SPLIT_TERMS
 from infcl_gen.losses import derive, spec_from_dict
 from infcl_gen.verification.properties import DTYPES
@@ -76,6 +76,7 @@ class Point:
     edited: tuple[str, ...] = ()  # packages whose files are not as generated
     ranks: int = 1
     frozen: str = "none"  # the side that requires no gradient
+    prefixes: str = ""  # of the features, as --prefixes takes them, where the loss is added up over some
     one_sided: bool = False  # rows are compared with each other
 
     @property
@@ -95,7 +96,7 @@ class Point:
         """A contestant's row before it is measured: all figures are None."""
         row = dict.fromkeys(FIELDS) | {field: getattr(self, field) for field in IDENTITY}
         row["impl"], row["package"] = ("infcl", Path(name).name) if name in self.packages else (name, None)
-        row |= {} if self.frozen == "none" else {"frozen": self.frozen}
+        row |= {field: found for field, usual in NAMED.items() if (found := getattr(self, field)) != usual}
         return {**row, "edited": True} if name in self.edited else row
 
     def shard(self, rank: int) -> int:
@@ -163,7 +164,7 @@ def point_of(
         feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),
         scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
         edited=tuple(str(package.path) for package in packages if package.edited), ranks=ranks,
-        frozen=shared["frozen"],
+        frozen=shared["frozen"], prefixes=prefixes_text(shared["loss"].get("prefixes", ())),
         one_sided=shared["loss"]["traits"]["domain"] == "triangle",
     )  # fmt: skip
 

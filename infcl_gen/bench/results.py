@@ -20,6 +20,7 @@ Rows = list[Row]
 SCHEMA_VERSION = 1
 SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")
 IDENTITY = (*SIZES, "ranks", "scale")  # the fields that all rows of a point share
+NAMED = {"frozen": "none", "prefixes": ""}  # what identifies a point besides, and what rows leave out
 FROZEN_RESULTS = {"query": "dq", "key": "dk"}  # by frozen side, the result that there is none of
 RESULTS = ("loss", "dq", "dk", "dscale")  # the results whose errors are computed
 GENERATED = "generated"  # folder, and `package` in rows, of packages generated for one measurement
@@ -136,8 +137,13 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What all rows of a point share. Rows name a frozen side only where there is one."""
-    return (*(row[name] for name in IDENTITY), row.get("frozen", "none"))
+    """What all rows of a point share. Rows name a frozen side and prefixes only where there are any."""
+    return (*(row[name] for name in IDENTITY), *(row.get(name, usual) for name, usual in NAMED.items()))
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """What a row names besides, behind its loss or contestant: ", frozen key", ", prefixes 96,192,384"."""
+    return "".join(f", {name} {row[name]}" for name, usual in NAMED.items() if row.get(name, usual) != usual)
 
 
 def error_texts(row: Mapping[str, Any]) -> list[str]:
@@ -146,7 +152,7 @@ def error_texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _line(row: Row, rows: Rows, more: Iterable[str]) -> tuple[str, ...]:
-    sizes = (row["loss"], str(row["batch"]), str(row["dim"]), label(row) + " (edited)" * ("edited" in row))
+    sizes = (row["loss"] + named(row), str(row["batch"]), str(row["dim"]), label(row) + " (edited)" * ("edited" in row))
     figures = [_figure(title, name, row, rows) if row["error"] is None else "" for title, name in COLUMNS]
     others = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (row.get(n, "") for n in more)]
     return (*sizes, *figures, *error_texts(row), *others, row["error"] or "")

@@ -16,10 +16,10 @@ from infcl_gen.emission.cache import import_package, load_cached
 from infcl_gen.emission.package import read_package, write_package
 
 if TYPE_CHECKING:
-    from infcl_gen.emission.pipeline import build, plan_problem, rerender, simulate_problem
+    from infcl_gen.emission.pipeline import build, loss_of, plan_problem, rerender, simulate_problem
 
 __all__ = [
-    "build", "import_package", "load_cached", "plan_problem", "read_package", "rerender", "simulate_problem",
+    "build", "import_package", "load_cached", "loss_of", "plan_problem", "read_package", "rerender", "simulate_problem",
     "write_package",
 ]  # fmt: skip
 

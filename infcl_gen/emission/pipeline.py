@@ -31,14 +31,18 @@ class Case(NamedTuple):
         return resolved(self.problem, self.loss.name, self.cluster.profile)
 
 
+def loss_of(problem: Problem) -> LossSpec:
+    """The loss that a problem names, over its prefixes."""
+    return over_prefixes(load_loss(problem.loss), problem.prefixes)
+
+
 def case_of(problem: Problem, any_budget: bool = False) -> Case:
     """Loads the loss and detects what the problem leaves to this machine.
 
     Raises InputError for a memory budget that exceeds the GPU's memory, unless `any_budget`. The memory in the profile
     of a CPU is nominal.
     """
-    loss = over_prefixes(load_loss(problem.loss), problem.prefixes)
-    case = Case(problem, loss, resolve_cluster(problem))
+    case = Case(problem, loss_of(problem), resolve_cluster(problem))
     profile, budget = case.cluster.profile, problem.memory_budget_bytes or 0
     if profile.target != "cpu" and budget > profile.memory_bytes and not any_budget:
         there = f"the {bytes_text(profile.memory_bytes)} of one {profile.name}"

@@ -8,7 +8,7 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels.arguments import GUIDE_STRIDES, SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
-from infcl_gen.kernels.gradient import ID_BLOCKS, SEVERAL_BLOCKS, GradientTile, few_numbers
+from infcl_gen.kernels.gradient import ID_BLOCKS, SEVERAL_BLOCKS, SLAB_BLOCKS, GradientTile, few_numbers
 
 DEEP = 768  # from this depth on, one program with a large tile beats two small ones, whose epilogues hide each other
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
@@ -29,7 +29,9 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if few_numbers(choice) or choice.slabs:  # sums over columns for each prefix
+        if choice.slabs:  # sums over columns for each prefix
+            return SLAB_BLOCKS[architecture]
+        if few_numbers(choice):
             return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]

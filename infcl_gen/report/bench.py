@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infcl_gen.bench.results import IDENTITY, Row, absences, label, table
+from infcl_gen.bench.results import IDENTITY, NAMED, Row, absences, label, named, table
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.report.figures import Bar, Figure, Page, Section, Series, Table, bars, lines, size_text, tone
 
-GROUP = (*(name for name in IDENTITY if name not in ("batch", "keys")), "frozen")
+GROUP = (*(name for name in IDENTITY if name not in ("batch", "keys")), *NAMED)
 FEW_POINTS = 8
 PAIRS = (  # what was predicted, what was measured, the name of the pair, units by which they are divided
     ("predicted_ms", "median_ms", "ms from an idle device", 1.0),
@@ -127,7 +127,7 @@ def _name(row: Row) -> str:
 def _group_text(row: Row) -> str:
     precision = f", {row['precision']}" * (row["precision"] != "default")
     ranks = f", {row['ranks']} ranks" * (row["ranks"] > 1)
-    precision += f", {row['frozen']} side frozen" if "frozen" in row else ""
+    precision += named(row)
     return f"{row['loss']}, D = {row['dim']}, {row['dtype']}{precision}, scale {row['scale']}{ranks}"
 
 
