@@ -215,6 +215,7 @@ def section(spec: LossSpec) -> str:
         ("ids", ids if traits.ids else "none"),
         *[("guide", "`guide_queries`, `guide_keys`")] * traits.guide,
         *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
+        *[("guides", "`query_guide`, `key_guide`")] * traits.guided,
         *[("factors of similarities", ", ".join(f"`{name}`" for name in traits.scaled))] * bool(traits.scaled),
         ("statistics", ", ".join(reduced) or "none"),
         ("gradients", FROM_ROWS if traits.triangle else BY_ROWS if by_rows else WHEN_KNOWN[traits.known]),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f699c3b945d9844af843eb401910e8635623eb79b430eb7649a3ae9c5c40aef7",
+    "digest": "ac4a0f2c21e4b414d4e890022d8583be492f7a248a2d8ee92be536f1c9ed33c8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -50,6 +50,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "weighted": False,
             "scaled": (),
         },
     },

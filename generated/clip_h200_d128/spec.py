@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e3d17eec26211730bf27adb9664184e827ef32f4c8ed6e96ef3752f8e1eb05a6",
+    "digest": "490062ad5458f9b86e7f9cddda9cd08bd12a8a02c1e7e0d766aac3c287335dba",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -50,6 +50,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "weighted": False,
             "scaled": (),
         },
     },

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8fd700b2ad46f9f2cf4a1335d6a246e14da04979d25f6b540962be129ea02bd1",
+    "digest": "76cb642b7cc9eb1e904e755a465fa36d1365120ef8b188354c8f1b2c84d85d89",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -50,6 +50,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "weighted": False,
             "scaled": (),
         },
     },

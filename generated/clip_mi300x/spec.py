@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "763a23c5248592a7debddc863198c036a94c1bda8119d51b062d90788d748f30",
+    "digest": "d17df39e7a3b5539dd60273fe422b7403d57366f8a9b26dbef35f13f3685c788",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -50,6 +50,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "weighted": False,
             "scaled": (),
         },
     },

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "ec4e6285d22d0d573c1dc60ad70650cb9bef9ee52d3a811e0ccda1a1d36944bd",
+    "digest": "23986d2be4566bca9df5ea8cba2c465fe9cab4c5e26cdb9db2f083857971acc9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -47,6 +47,7 @@ SPEC: dict[str, Any] = {
             "softplus": False,
             "strips": 0,
             "domain": "rectangle",
+            "weighted": False,
             "scaled": (),
         },
     },

@@ -168,6 +168,7 @@ def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any
     """Loss and gradients in fp64, from a package's loss; None if they do not fit into memory."""
     loss = load_file(package / "loss.py")  # alone: the package itself may not work
     names = {"classes": loss.CLASSES, "vectors": loss.VECTORS, "scaled": loss.SCALES, "positives": loss.POSITIVES}
+    names["weighted"] = hasattr(loss, "WEIGHT")
     own = own_keywords(names, *inputs.leaves[:2], dtype=inputs.dtype)
     bias = None if inputs.bias is None else inputs.bias.detach()
     try:

@@ -142,7 +142,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "scale_of_dscale_factor": load_scale if "scale" in dscale_factor else ABSENT,
         "bias_of_factor": ABSENT if at_once else _BIAS_OF_FACTOR,
         "plus_bias": "" if at_once else " + bias * 0.0",
-        "plus_mean": f" {'-' if derivation.mean_share < 0 else '+'} {abs(derivation.mean_share)}" * plan.traits.means,
+        "plus_mean": f" {'-' if derivation.mean_share < 0 else '+'} {abs(derivation.mean_share)}"
+        * (plan.traits.means or plan.traits.weighted),
         "about_mean": _ABOUT_MEAN if plan.traits.means else ABSENT,
         "added_mean": _ADDED_MEAN.format(derivation.mean_share * unit) if plan.traits.means else ABSENT,
         "undo_exponent": "" if unit == 1 else f" * {1 / unit}",

@@ -182,7 +182,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "and_mean": " *, mean: Tensor," * traits.means,
         "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
-        "plus_mean": " + formulas.MEAN_SHARE" * traits.means,
+        "plus_mean": " + formulas.MEAN_SHARE" * (traits.means or traits.weighted),
         "strip_of_mask": _about_strips(traits) if affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),

@@ -17,6 +17,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_queries,
     maximum,
     mean_by_softmax,
+    mean_of_keys,
     mean_over_keys,
     mean_over_positives,
     mean_over_queries,
@@ -88,6 +89,22 @@ The sources have H = 1. They leave out a pair where queries or positives are equ
 Here one id says so: number the distinct positives, and give both sides the number of their sample.
 Read to the letter, their mask is 0 for the positive, too; here its term stays in the sum, as in InfoNCE.
 EmbeddingGemma's hardness weights, its spread-out term and its prefixes of D are not part of this loss.""",
+)
+
+CWCL = LossSpec(
+    name="cwcl",
+    formula=mean_over_queries(logsumexp_over_keys(_x) - mean_of_keys(_x, weight=(1 + guide) / 2)),
+    positives="diagonal",
+    doc="InfoNCE where each key is a positive, with a weight that grows with its likeness to the query's own key.",
+    source="Srinivasa et al., arXiv 2309.14580, from the side of a frozen encoder",
+    use="""\
+For a new modality beside a frozen encoder: images or texts of which many are alike, as in transfer to speech.
+A call passes features of the frozen encoder, of norm 1, as `guide_queries=`, (M, D), and as `guide_keys=`, (N, D).
+Pair i has the same row in both, and they have no gradient.
+Their products lie between -1 and 1, and weights, (1 + product) / 2, between 0 and 1.
+
+No sweep knows of the weights: means take products of guides and features, 8 N D^2 operations in all.
+The other direction is `infonce`, called from the other side, or in one loss as [below](#a-loss-of-your-own).""",
 )
 
 INFONCE_OUT = LossSpec(
@@ -323,6 +340,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         RINCE,
         SOGCLR,
         GEMINI,
+        CWCL,
         SIGLIP,
         SIGLIP_MULTI,
         NTXENT,

@@ -318,7 +318,8 @@ class Derivation:
             softplus=self.softplus_sign != 0,
             strips=self._strips,
             domain=self.form.domain,
-            means=self.mean_share != 0,
+            means=self.mean_share != 0 and self.form.weight is None,
+            weighted=self.mean_share != 0 and self.form.weight is not None,
             scaled=self.form.scaled,
             slabs=tuple(stop - start for start, stop in itertools.pairwise((0, *self.prefixes))),
         )
@@ -378,7 +379,7 @@ def _check_prefixes(derivation: Derivation) -> None:
         (traits.classes, f"{only} that leave no pairs out: write log-sum-exps without where="),
         (traits.guide, f"{only} without a guide: add the losses of sliced features"),
         (traits.scaled, f"{only} without factors of z: multiply the features of queries and keys by them"),
-        (traits.means, f"{only} without means of logits: leave mean_of_keys(x) out"),
+        (traits.means or traits.weighted, f"{only} without means of logits: leave mean_of_keys(x) out"),
         (not traits.affine, f"{only} of an affine logit: write scale * z + bias"),
     )
 

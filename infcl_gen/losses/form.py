@@ -72,6 +72,7 @@ class Form:
     scaled      as in `Traits`: z is the product of features times these, in all expressions
     multiple    what multiplies the logits in the second log-sum-exp; 1 without one
     next_state  what becomes the state of a query, and stands in F as the symbol of this name; None without a state
+    weight      of keys in m_i: weight[0] + weight[1] * u_i . v_j, of a guide; None where all are alike
     """
 
     spec: LossSpec
@@ -87,6 +88,7 @@ class Form:
     scaled: tuple[str, ...] = ()
     multiple: Expr = ONE
     next_state: Expr | None = None
+    weight: tuple[Expr, Expr] | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -150,6 +152,7 @@ _OUTSIDE = {
     "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
     "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
     "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
+    language.guide.name: "guide stands outside of means by it: write mean_by_softmax(x, guide), or it in a weight=",
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
 }
 _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
@@ -186,10 +189,12 @@ def form_of(spec: LossSpec) -> Form:
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, (logit, multiple) = _excluded(statistics, domain), _logits(statistics)
+    weight = _weight(statistics)
     means = sorted(each.func.__name__ for each in statistics if isinstance(each, _OF_ALL))
     refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
+    formula = formula.replace(language.mean_of_keys, lambda over, *_: language.mean_of_keys(over))
     known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight, language.query_state}
     if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
@@ -234,7 +239,7 @@ def form_of(spec: LossSpec) -> Form:
         (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
     over_symbols = formula.xreplace(_REDUCED | second).replace(language.next_state, language.detach)
-    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following)
+    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight)
     return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
 
 
@@ -386,6 +391,21 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
     return found.replace(lambda e: isinstance(e, language.positive), of_positives)
 
 
+def _weight(statistics: list[Expr]) -> tuple[Expr, Expr] | None:
+    """`Form.weight` of the means of all keys. Raises LossError for weights that are not affine in `guide`."""
+    weights = {each.args[1:] for each in statistics if isinstance(each, language.mean_of_keys)}
+    refuse((len(weights) > 1, "the means of all keys differ in their weights: give all of them one weight="))
+    weight = next(iter(weights), ())
+    if not weight:
+        return None
+    slope = diff(weight[0], language.guide)
+    constant = sympy.expand(weight[0] - slope * language.guide)
+    shown = display(weight[0], {language.guide.name: "guide"})
+    refuse((not slope.is_number or not constant.is_number or slope == 0, "mean_of_keys has kernels for weights that "
+            f"are affine in guide, not for {shown}: write one such as (1 + guide) / 2"))  # fmt: skip
+    return constant, slope
+
+
 def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     """A statistic over x instead of the logit. The positive of another expression becomes that of the two that it
     depends on, the positive's logit and similarity; a mean of one may differ from the logit by what pairs share."""
@@ -393,9 +413,9 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     if inside != logit and isinstance(statistic, (language.positive, *_SUMS)) and (times := _ratio(inside, logit)):
         return times * statistic.func(x) if isinstance(statistic, language.positive) else statistic.func(times * x)
     if not isinstance(statistic, (language.positive, *_OF_ALL)) or inside == logit:
-        return statistic.func(x)
+        return statistic.func(x, *(statistic.args[1:] if isinstance(statistic, _OF_ALL) else ()))
     refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit: write reductions beside positive"))
-    own, rest = statistic.func(x), sympy.expand(inside - logit)
+    own, rest = statistic.func(x, *statistic.args[1:]), sympy.expand(inside - logit)
     refuse((isinstance(statistic, _OF_ALL) and rest.has(z),
             f"{display(statistic)} is not of the one logit: write {display(statistic.func(logit))}"))  # fmt: skip
     return inside.xreplace({logit: own, z: positive_z}) if rest.has(z) else own + rest

@@ -17,7 +17,7 @@ form exp(x_ij - r_i).
 | `logsumexp_over_negatives(x)`        | query         | h_i = log sum_l exp(x) of the query and its own negatives    |
 | `positive(x)`                        | query or key  | x at the positive                                            |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
-| `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |
+| `mean_of_keys(x, weight=w)`          | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1      |
 | `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
 | `mean_by_softmax(x, guide)`          | query         | sum_j t_ij x_ij, t the softmax over keys of a guide's y_ij   |
 | `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
@@ -245,8 +245,8 @@ def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...
             raise ArgumentIndexError(self, argindex)
         return sympy.sympify(slope(self, self.args[0]))
 
-    def new(cls: Any, *args: Any, where: Any = None, **options: Any) -> Any:
-        return Function.__new__(cls, *args, *([] if where is None else [where]), **options)
+    def new(cls: Any, *args: Any, where: Any = None, weight: Any = None, **options: Any) -> Any:
+        return Function.__new__(cls, *args, *(each for each in (where, weight) if each is not None), **options)
 
     return type(name, (Function,), {"nargs": nargs, "fdiff": fdiff, "__new__": new, "__module__": __name__})
 
@@ -261,7 +261,9 @@ logsumexp_over_queries = _opaque("logsumexp_over_queries", _share, nargs=(1, 2))
 logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0)  # its keys are in no pair
 positive = _opaque("positive", lambda f, x: is_positive)
 mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
-mean_of_keys = _opaque("mean_of_keys", lambda f, x: 1 / keys)
+mean_of_keys = _opaque(
+    "mean_of_keys", lambda f, x: math.prod(f.args[1:]) / keys / math.prod(map(f.func, f.args[1:])), nargs=(1, 2)
+)
 mean_of_queries = _opaque("mean_of_queries", lambda f, x: 1 / queries)
 mean_by_softmax = _opaque(
     "mean_by_softmax", lambda f, x: sympy.exp(f.args[1] - logsumexp_over_keys(f.args[1])), nargs=(2,)

@@ -170,7 +170,11 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
     of_queries, of_keys = derivation.form.of_means
-    found |= {"query_mean": r"m_i = \frac{1}{N} \sum_j x_{ij}"} if of_queries != 0 else {}
+    mean = r"m_i = \frac{1}{N} \sum_j x_{ij}"
+    if derivation.form.weight:
+        weight = _text(derivation.form.weight[0] + derivation.form.weight[1] * Symbol(r"u_i \cdot v_j", real=True))
+        mean = r"m_i = \frac{\sum_j \omega_{ij} x_{ij}}{\sum_j \omega_{ij}}, \quad \omega_{ij} = " + weight
+    found |= {"query_mean": mean} if of_queries != 0 else {}
     found |= {"key_mean": r"d_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
     following = derivation.form.next_state
     vectors = _VECTORS if following is None else _VECTORS | {"query_state": f"y'_i = {_text(following)}"}
@@ -211,7 +215,8 @@ def _gradient(derivation: Derivation) -> str:
         form, kept = derivation.form, _KEPT if derivation.form.excluded else 1
         placed = Symbol(rf"\left[{positive}\right]", real=True)
         share = sum(form.of_means, sympy.Integer(0))
-        of_means = [_text(share / language.keys)] if share != 0 else []
+        each = Symbol(r"\frac{\omega_{ij}}{\sum_l \omega_{il}}", real=True) if form.weight else 1 / language.keys
+        of_means = [_text(share * each)] if share != 0 else []
         if form.combined:
             mask = "w_{ij} " * bool(form.excluded)
             ends = " + ".join(["", *of_means]).replace("+ -", "- ")

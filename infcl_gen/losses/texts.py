@@ -7,7 +7,7 @@ from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
-from infcl_gen.losses.language import bias, is_positive, same_id, scale, z
+from infcl_gen.losses.language import bias, guide, is_positive, same_id, scale, z
 from infcl_gen.losses.printers import (
     d,
     dense_code,
@@ -40,6 +40,7 @@ _PAIR = {
     "positives_of_query": "n_i",
 }
 _SCALE_OF = {"query_scale": "query_scale_i", "key_scale": "key_scale_j"}
+_WEIGHT = "\nWEIGHT = {}, {}  # key j has the weight a + b * y_ij in it, for these a and b"
 _NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
 # Of any number of positives the number, and the statistic by its kind; a query without any has any other numbers.
 _STATISTICS_OF_POSITIVES = {
@@ -185,7 +186,11 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
     of_queries, of_keys = derivation.form.of_means
-    found |= {"query_mean": "m_i = 1/N * sum_j x_ij"} if of_queries != 0 else {}
+    if of_queries != 0 and derivation.form.weight:
+        weight = display(_weight_of_keys(derivation), {guide.name: "u_i . v_j"})
+        found["query_mean"] = f"m_i = sum_j o_ij * x_ij / sum_j o_ij, o_ij = {weight}"
+    elif of_queries != 0:
+        found["query_mean"] = "m_i = 1/N * sum_j x_ij"
     found |= {"key_mean": "d_j = 1/M * sum_i x_ij"} if of_keys != 0 else {}
     return found | _own_statistics(derivation)
 
@@ -265,7 +270,14 @@ def _gradient(derivation: Derivation) -> str:
 
 def _of_means(derivation: Derivation) -> str:
     share = derivation.mean_share
-    return f" {'-' if share < 0 else '+'} {abs(share)!r} / N" * (share != 0)
+    each = " * o_ij / sum_l o_il" if derivation.form.weight else " / N"
+    return f" {'-' if share < 0 else '+'} {abs(share)!r}{each}" * (share != 0)
+
+
+def _weight_of_keys(derivation: Derivation) -> Expr:
+    """The weight of a key in the mean of all of them."""
+    constant, slope = derivation.form.weight or (1, 0)
+    return constant + slope * guide
 
 
 def _signed(share: float, text: str, first: bool = False) -> str:
@@ -317,7 +329,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p) and not form.several, at_positives.format("x")),
-        ("m", form.formula.has(m), "x.mean(1)"),
+        ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
+        ("m", form.formula.has(m), "(x * o).sum(1) / o.sum(1)" if form.weight else "x.mean(1)"),
         ("d", form.formula.has(d), "x.mean(0)"),
         ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
     )
@@ -341,8 +354,10 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         + "\n    state_i, next_i   the caller's state of a query, before and after a call" * traits.state,
         "own_side": traits.sides[0],
         "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
-        "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L" * traits.means,
-        "but_means": ", but for the mean of its logits" * traits.means,
+        "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L"
+        * (traits.means or traits.weighted)
+        + _WEIGHT.format(*(float(each) for each in form.weight or (1, 0))) * traits.weighted,
+        "but_means": ", but for the mean of its logits" * (traits.means or traits.weighted),
         "shape": "(M, M)" if triangle else "(M, N)",
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed
         + "p_i   of its n_i positives                    " * several
@@ -362,15 +377,15 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "dense_arguments": "x: Tensor"
         + ", labels: Tensor" * labels
         + ", same_id: Tensor" * ids
-        + ", y: Tensor" * traits.guide
+        + ", y: Tensor" * traits.guided
         + _arguments(own)
         + _arguments(derivation.of_dense),
         "dense": _dense(derivation),
         "and_classes": " and the (M,) positives" * labels
         + ", and which pairs are of one id, (M, N)" * ids
-        + " and the similarities y of the guide, (M, N)" * traits.guide,
-        "checked_guides": _CHECKED_GUIDES if traits.guide else _NO_GUIDES,
-        "about_guides": _ABOUT_GUIDES if traits.guide else "must be None.",
+        + " and the similarities y of the guide, (M, N)" * traits.guided,
+        "checked_guides": _CHECKED_GUIDES if traits.guided else _NO_GUIDES,
+        "about_guides": _ABOUT_GUIDES if traits.guided else "must be None.",
         "labels_type": "Tensor | str | None" if labels else "Tensor | None",
         "dbias": float(derivation.dbias) * derivation.total_weight,
         "dlogit_dz": torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
@@ -390,7 +405,7 @@ def _dense(derivation: Derivation) -> str:
     """How `reference` computes the loss from features."""
     traits, own = derivation.traits, derivation.form.vectors.values()
     taken = ", labels" * traits.labels + ", query_ids[:, None] == key_ids" * traits.ids
-    taken += ", guide_queries.to(q.device, dtype) @ guide_keys.to(q.device, dtype).T" * traits.guide + _names(own)
+    taken += ", guide_queries.to(q.device, dtype) @ guide_keys.to(q.device, dtype).T" * traits.guided + _names(own)
     taken += "".join(f", {name}={name}" for name in derivation.of_dense)
     if traits.slabs:
         return _DENSE_OF_PREFIXES.format(taken)

@@ -198,7 +198,7 @@ class Choices:
         # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries,
         # or the features of a guide.
         traits = choice.traits
-        single = traits.at_once or traits.triangle or traits.vectors or traits.guide or traits.slabs
+        single = traits.at_once or traits.triangle or traits.vectors or traits.guided or traits.slabs
         recordable = name != "torch" and not single
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))

@@ -220,6 +220,7 @@ def _common_terms(v: Choice) -> list[Any]:
         own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
         *_of_negatives() * ("negatives" in v.traits.vectors),
         *_of_scales(v),
+        *_of_weights() * v.traits.weighted,
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]
@@ -250,6 +251,16 @@ def _of_scales(v: Choice) -> list[BufferTerm]:
 def _sorted_ids(phase: str) -> BufferTerm:
     """Of either side ids and their rows, and what torch's sort of one side takes, twice: by ids, then by panels."""
     return BufferTerm("sorted_ids", phase, (12, Max(m, n)), "of queries and keys, with their rows", "int64")
+
+
+def _of_weights() -> tuple[BufferTerm, ...]:
+    """What means with weights take."""
+    strip, matrix = (Min(SCALED_ROWS, Max(m, n)), 4 * (D + 1)), (D + 1, D + 1)
+    return (
+        BufferTerm("sums of weighted keys", "both", matrix, "kept for backward", "fp64"),
+        BufferTerm("sums in work", "both", (3, *matrix), "those of queries, of other ranks, and of a strip", "fp64", 3),
+        BufferTerm("strips of guides", "both", strip, "features and weights of a strip of rows", "fp64", 4),
+    )
 
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:

@@ -85,11 +85,12 @@ def _ids(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, 
 
 
 def _guides(package: Package, q: Tensor, k: Tensor | None) -> dict[str, Tensor | None]:
-    """Keywords of a guide's features: twice those of q and k, read backwards."""
-    names = "guide_queries", "guide_keys"
-    if not package.traits.guide or k is None:
+    """Keywords of a guide's features: those of q and k, read backwards, twice or, for weights that are to be above 0,
+    by half."""
+    names, factor = ("guide_queries", "guide_keys"), 0.5 if package.traits.weighted else 2
+    if not package.traits.guided or k is None:
         return dict.fromkeys(names)
-    return {name: 2 * x.flip(1) for name, x in zip(names, (q, k), strict=True)}
+    return {name: factor * x.flip(1) for name, x in zip(names, (q, k), strict=True)}
 
 
 def _passed(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -157,8 +158,8 @@ def _errors(
                 if package.traits.sums_slopes
                 else 0.0
             )
-        elif name == "loss" and package.traits.combined:
-            size = max(size, 1.0)  # a sum and a positive that it leaves out may cancel
+        elif name == "loss" and (package.traits.combined or package.traits.weighted):
+            size = max(size, 1.0)  # a sum and a positive that it leaves out may cancel, as may a sum and a mean
         size = size or 1.0  # one pair has no gradients
         errors[name] = _distance(value, truth) / size
         unavoidable = _distance(nearly, truth) + rounded.get(name, 0.0)
@@ -189,6 +190,12 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
     g, _ = _gradients_of_logits(package, q, None if given is None else k, scale)
     if package.traits.means:  # is added to rounded gradients, with which it may cancel
         g = g - package.loss.MEAN_SHARE * package.loss.gradient_factor(scale, BIAS) / g.numel()
+    if package.traits.weighted:
+        found_guides = _guides(package, q.to(package.dtype), k.to(package.dtype)).values()
+        u, v = (each.double() for each in found_guides if each is not None)
+        weights = package.loss.WEIGHT[0] + package.loss.WEIGHT[1] * (u @ v.T)
+        shares = weights / weights.sum(1, keepdim=True) / len(q)
+        g = g - package.loss.MEAN_SHARE * package.loss.gradient_factor(scale, BIAS) * shares
     squares, z, parts = g.square(), q @ k.T, []
     if INTERPRETED and package.dtype == torch.bfloat16:
         others = g.clone()

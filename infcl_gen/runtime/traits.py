@@ -43,6 +43,8 @@ class Traits:
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
     means             whether a multiple of the mean of all logits is part of the loss
+    weighted          whether keys have weights in that mean, which follow from a guide's similarities; `means` is that
+                      of a mean without
     scaled            the keywords of a call by whose numbers rows of features are multiplied first: "query_scale" and
                       "key_scale"
     slabs             widths of the slabs of columns by which one prefix of the features exceeds the one before: each
@@ -65,6 +67,7 @@ class Traits:
     strips: int = 0
     domain: Domain = "rectangle"
     means: bool = False
+    weighted: bool = False
     scaled: tuple[str, ...] = ()
     slabs: tuple[int, ...] = ()
 
@@ -142,7 +145,7 @@ class Traits:
 
     @property
     def guide(self) -> bool:
-        """Whether a call gives a guide's features of both sides, whose similarities weigh the logits of a query."""
+        """Whether the similarities of a guide's features weigh the logits of a query, in each tile."""
         return "mean_by_guide" in self.query_statistics
 
     @property
@@ -154,6 +157,11 @@ class Traits:
     def sorted_ids(self) -> bool:
         """Whether the statistic beside a log-sum-exp is of positives, which kernels find by sorted ids."""
         return self.several and not self.guide
+
+    @property
+    def guided(self) -> bool:
+        """Whether a call gives a guide's features of both sides, for tiles or for the weights of a mean."""
+        return self.guide or self.weighted
 
     @property
     def softmax_of_positives(self) -> bool:

@@ -66,6 +66,7 @@ from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.means import EACH
 from infcl_gen.runtime.selftest import ROUNDINGS, compared, product_roundoff
 from infcl_gen.runtime.traits import Traits
+from infcl_gen.runtime.weighted import STRIP_ROWS
 from infcl_gen.verification.oracle import (
     Inputs,
     LossAndGrads,
@@ -252,7 +253,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign. So have those of a triangle
     # where its similarities have, whose sum is the square of a sum.
     cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    one_sign = traits.combined or one_sided or traits.means
+    one_sign = traits.combined or one_sided or traits.means or traits.weighted
     times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and one_sign) else 1
     rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
@@ -270,7 +271,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
     alike = (smooth * z).sum().abs() + product[positives].sum().abs()
     rounding = product.abs().sum().minimum(alike + spread)
-    if cut and traits.several:  # of numbers around a power of 2 only those below it are cut, and these have one sign
+    if cut and (traits.several or (traits.weighted and by_rows)):
+        # Of numbers around a power of 2 only those below it are cut, and these have one sign.
         rounding = product.abs().sum()
     dscale = factor * ((dof_z * z.abs() + accumulation * of_z.abs() * z_sum).sum() + rounded * rounding)
     if traits.sums_slopes:
@@ -289,6 +291,9 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dscale=dscale / len(q) + v * reference.dscale.abs(),
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
+    if traits.weighted:
+        more = _of_weighted_means(mathematics, inputs, x, of_logit, factor, v)
+        bound = bound._replace(**{name: getattr(bound, name) + error for name, error in more.items()})
     if traits.means:
         more = _of_means(mathematics, q, k, x, of_logit, factor, v)
         bound = bound._replace(**{name: getattr(bound, name) + error for name, error in more.items()})
@@ -333,6 +338,31 @@ def _of_means(
         "dq": share * of_logit * error * of_k / len(q),
         "dk": share * of_logit * error * of_q / len(k),
         "dscale": share * of_scale * error * width * of_pairs,
+        "dbias": x.new_tensor(share * MEAN_ROUNDINGS * v),
+    }
+
+
+def _of_weighted_means(
+    mathematics: Any, inputs: Inputs, x: Tensor, of_logit: float, of_scale: float, v: float
+) -> dict[str, Tensor]:
+    """The same where keys have weights: absolute values of the products that make the means, whose longest sums in the
+    statistics' dtype are over a strip of rows, or a guide."""
+    y = inputs.guided(x.dtype, x.dtype)
+    assert y is not None and inputs.guide_queries is not None and inputs.guide_keys is not None
+    q, k = inputs.q.to(x.dtype).abs(), inputs.others.to(x.dtype).abs()
+    of_queries, of_keys = (each.to(x.dtype).abs() for each in (inputs.guide_queries, inputs.guide_keys))
+    constant, slope = mathematics.WEIGHT
+    weights, sizes = constant + slope * y, abs(constant) + abs(slope) * (of_queries @ of_keys.T)
+    each = sizes / weights.sum(1, keepdim=True).abs()
+    share, longest = abs(mean_share(mathematics)), max(STRIP_ROWS, q.shape[1])
+    error = share * v * (MEAN_ROUNDINGS + math.sqrt(min(longest, max(x.shape))))
+    of_k = each @ k
+    of_pairs, width = (q * of_k).sum() / len(q), 1 + math.sqrt(q.shape[1]) / 4
+    return {
+        "loss": error * of_logit * of_pairs + share * MEAN_ROUNDINGS * v * (each * x.abs()).sum() / len(q),
+        "dq": error * of_logit * of_k / len(q),
+        "dk": error * of_logit * (each.T @ q) / len(q),
+        "dscale": error * of_scale * width * of_pairs,
         "dbias": x.new_tensor(share * MEAN_ROUNDINGS * v),
     }
 

@@ -200,7 +200,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
     def statistics(rows: Tensor, at: Tensor, *classes: Tensor) -> tuple[Tensor, ...]:
         x = mathematics.logit((rows @ others.T).to(factor.dtype), factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
-        if inputs.guide_queries is not None:
+        if guided and inputs.guide_queries is not None:
             y = inputs._replace(guide_queries=inputs.guide_queries[at]).guided(features, x.dtype)
             assert y is not None
             return x.logsumexp(1), (y.softmax(1) * x).sum(1)
@@ -214,6 +214,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         of_multiple = () if times is None else ((times * y).logsumexp(1),)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0], *of_multiple
 
+    guided = inputs.guide_queries is not None and not hasattr(mathematics, "WEIGHT")
     pairs, several = hasattr(mathematics, "pair_term"), hasattr(mathematics, "of_positives")
     times = getattr(mathematics, "MULTIPLE", None)
     split = [each.split(SLICE_ROWS) for each in (q, places, labels, *(() if ids is None else (ids,)))]
@@ -222,7 +223,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
     found = [checkpoint(work, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
     if pairs:
         return _gradients(torch.stack(found).sum() / len(q), leaves)
-    if inputs.guide_queries is not None:
+    if guided:
         r, p = (torch.cat(each) for each in zip(*found, strict=True))
         own = inputs.vectors(mathematics, q, factor, bias, features)
         rest = numbers_of_rows(mathematics, r, factor, bias, len(q), len(others), own)
@@ -234,7 +235,13 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         return _gradients((mathematics.of_queries(r, p, **rest)[0] * found_any).sum() / len(q), leaves)
     by_query, by_key, at_positive, *of_multiple = (tuple(each) for each in zip(*found, strict=True))
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
-    of_all = mathematics.logit(q.mean(0) @ others.mean(0), factor, bias) * mean_share(mathematics)
+    mean_key = others.mean(0)
+    if hasattr(mathematics, "WEIGHT") and inputs.guide_queries is not None and inputs.guide_keys is not None:
+        constant, slope = mathematics.WEIGHT  # of each query, from sums over keys
+        u, v, k = (each.to(factor.dtype) for each in (inputs.guide_queries, inputs.guide_keys, others))
+        summed = constant * k.sum(0) + slope * (u @ (v.T @ k))
+        mean_key = summed / (constant * len(k) + slope * (u @ v.sum(0)))[:, None]
+    of_all = mathematics.logit((q * mean_key).sum(1).mean(), factor, bias) * mean_share(mathematics)
     r = torch.cat(by_query)
     if hasattr(mathematics, "of_queries"):
         own = inputs.vectors(mathematics, q, factor, bias, features)

@@ -59,7 +59,14 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
     own = (*traits.vectors, *traits.scaled)
-    return tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guide)
+    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided)
+    if not traits.weighted:
+        return found
+    shorter = {  # so that weights add up to more than 0
+        name: torch.nn.functional.normalize(x.double(), dim=1).div(2).to(x.dtype)
+        for name in ("guide_queries", "guide_keys") if (x := getattr(found, name)) is not None
+    }  # fmt: skip
+    return found._replace(**shorter)
 
 
 def tensors(

@@ -87,6 +87,7 @@ PACKAGES += [planned("panel", "hard_keys", "bf16", 96)]
 SMOOTH = [planned(way, "smooth_clip", "bf16", 64) for way in ("panel", "fused", "stash")]
 SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip", "fp32", 96)]
 PACKAGES += SMOOTH
+PACKAGES += [planned("rows", "cwcl", "bf16", 64), planned("panel", "cwcl", "fp32", 96)]
 
 
 def tuned() -> list[Made]:

@@ -61,6 +61,7 @@ CASES = st.builds(
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
+        *((strategy, "cwcl") for strategy in ("panel", "rows")),
     ],
 )
 @examples(ci=12, long=300)

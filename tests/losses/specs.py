@@ -9,6 +9,7 @@ from infcl_gen.losses.language import (
     bias,
     detach,
     exp,
+    guide,
     is_positive,
     is_self,
     key_scale,
@@ -137,6 +138,7 @@ DERIVABLE = {
     "decoupled_by_id": spec(
         mean_over_queries(softplus(logsumexp_over_keys(X, where=(1 - is_positive) * (1 - same_id)) - positive(X)))
     ),
+    "guided": spec(mean_over_queries(logsumexp_over_keys(X) - mean_of_keys(X, weight=(1 + guide) / 2))),
     "weighted": spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))),
     "tempered": spec(
         mean_over_queries(logsumexp_over_keys(_OF_BOTH) - positive(_OF_BOTH)) / 3

@@ -152,6 +152,8 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
         which = ids["query_ids"][:, None] == ids["key_ids"]
     own = tuple(torch.randn(rows, generator=generator, dtype=torch.float64) for _ in loss.VECTORS)
     ids |= dict.fromkeys(loss.SCALES, torch.ones(rows))  # all below is said of products
+    if hasattr(loss, "WEIGHT"):  # all weights alike
+        ids |= dict.fromkeys(("guide_queries", "guide_keys"), torch.zeros(rows, 4))
     if own:
         expected_loss = loss.loss_of_logits(loss.logit(q @ k.T, scale, bias), torch.arange(rows), *own)
     else:
@@ -399,6 +401,18 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "temperatures of negatives": (
         spec(mean_over_queries(logsumexp_over_negatives(key_scale * z) + logsumexp_over_keys(key_scale * z))),
         "key_scale has no value in logsumexp_over_negatives: multiply",
+    ),
+    "weights of a mean that are not affine": (
+        spec(INFONCE_OF(X) - mean_over_queries(mean_of_keys(X, weight=guide**2))),
+        r"weights that are affine in guide, not for guide\*\*2: write one such as \(1 \+ guide\) / 2",
+    ),
+    "weights and none": (
+        spec(INFONCE_OF(X) - mean_over_queries(mean_of_keys(X, weight=1 + guide) + mean_of_keys(X))),
+        "the means of all keys differ in their weights: give all of them one weight=",
+    ),
+    "a guide in a term": (
+        spec(mean_over_queries(guide * (logsumexp_over_keys(X) - positive(X)))),
+        "guide stands outside of means by it",
     ),
     "weights of both sides": (
         spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))) + CLIP.formula, "diagonal"),

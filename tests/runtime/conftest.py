@@ -105,6 +105,17 @@ from infcl_gen.losses import CLIP, INFONCE
 prefixes = {2: 1.0, 5: 0.5, 8: 2.0}
 clip, infonce = (dataclasses.replace(loss, prefixes=prefixes) for loss in (CLIP, INFONCE))
 """
+GUIDED = """
+from infcl_gen.losses.language import *
+
+x = scale * z + bias
+m = mean_of_keys(x, weight=(1 + guide) / 2)
+towards_queries = mean_over_keys(logsumexp_over_queries(x) - positive(x))
+BOTH = LossSpec("cwcl_both", (mean_over_queries(logsumexp_over_keys(x) - m) + towards_queries) / 2)
+rince = 2 * (exp(logsumexp_over_keys(x) / 2) / 10 - exp(positive(x) / 2))
+other = mean_of_keys(x, weight=0.7 - guide / 5)
+RINCE = LossSpec("cwcl_rince", mean_over_queries(rince - 0.6 * other), positives="label")
+"""
 FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
@@ -113,6 +124,7 @@ FILES = {
     "tempered_infonce": "tempered.py:INFONCE", "tempered_clip_ids": "tempered.py:CLIP",
     "tempered_siglip": "tempered.py:SIGLIP", "tempered_hard": "tempered.py:HARD",
     "clip_prefixes": "prefixes.py:clip", "infonce_prefixes": "prefixes.py:infonce",
+    "cwcl_both": "guided.py:BOTH", "cwcl_rince": "guided.py:RINCE",
     "smooth": "smooth.py:INFONCE", "smooth_clip": "smooth.py:CLIP", "smooth_rince": "smooth.py:RINCE",
 }  # fmt: skip
 
@@ -126,6 +138,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     (folder / "combined.py").write_text(COMBINED)
     (folder / "own.py").write_text(OWN)
     (folder / "smooth.py").write_text(SMOOTH)
+    (folder / "guided.py").write_text(GUIDED)
     (folder / "tempered.py").write_text(TEMPERED)
     (folder / "prefixes.py").write_text(PREFIXES)
     sys.path.insert(0, str(folder))

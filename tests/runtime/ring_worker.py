@@ -305,7 +305,8 @@ def own_gradients(
     leaves = {
         name: torch.as_tensor(x, dtype=torch.float64).detach().clone().requires_grad_()
         for name, x in own._asdict().items()
-        if isinstance(x, float) or (x is not None and x.is_floating_point() and name != "query_state")
+        if isinstance(x, float)
+        or (x is not None and x.is_floating_point() and name != "query_state" and "guide" not in name)
     }
     given = own._replace(**leaves)
     keywords = {} if without else given.given

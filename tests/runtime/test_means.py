@@ -211,7 +211,7 @@ ALONE: dict[str, tuple[str, Edit]] = {
     "the share is forgotten in gradients": ("smooth", (SCHEDULE, "alpha=formulas.MEAN_SHARE", "alpha=0.0")),
     "the mean is in no loss": ("smooth", (MEANS, "mean.mul_(weight * formulas.MEAN_SHARE * rows)", "mean.mul_(0.0)")),
     "dk takes the mean of queries": ("smooth", (MEANS, "self.queries if", "self.queries * 93 / 70 if")),
-    "dq takes the mean of queries": ("smooth", (ENGINE, "self._means.of_keys", "self._means.of_queries")),
+    "dq takes the mean of queries": ("smooth", (MEANS, '{"mean": self.of_keys}', '{"mean": self.of_queries}')),
     "the gradient of bias lacks the mean": ("smooth_rince", (SCHEDULE, " + formulas.MEAN_SHARE", "")),
     "rows behind whole strips are left out": ("smooth", (MEANS, "x.split(STRIP_ROWS)", "x.split(STRIP_ROWS)[:-1]")),
     "keys are seen twice": ("smooth", (ENGINE, SEEN, f"sweep.means.see(block.k)\n        {SEEN}")),

@@ -35,7 +35,9 @@ def leaves_of(inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
         name: torch.tensor(x, dtype=torch.float64) for name, x in zip(("scale", "bias"), inputs[2:4], strict=True)
     }
     found = {
-        name: x.double().clone().requires_grad_(name != "query_state") if x is not None and x.is_floating_point() else x
+        name: x.double().clone().requires_grad_(name != "query_state" and "guide" not in name)
+        if x is not None and x.is_floating_point()
+        else x
         for name, x in found.items()
     }
     return Inputs(**found), [x for x in found.values() if x is not None and x.requires_grad]

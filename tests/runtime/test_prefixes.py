@@ -163,6 +163,7 @@ def test_prefixes_by_keyword() -> None:
         ({"prefixes": [2, 8], "loss": "siglip"}, "not for sums over pairs"),
         ({"prefixes": [2, 8], "loss": "ntxent"}, "of two sides"),
         ({"prefixes": [2, 8], "loss": "rince"}, "constant multiples"),
+        ({"prefixes": [2, 8], "loss": "cwcl"}, "without means of logits"),
         ({"prefixes": [2, 8], "target": None, "device_profile": "h200", "dtype": "bf16"}, "give prefixes with 16"),
         (
             {"prefixes": [16, 64], "dim": 64, "target": None, "device_profile": "h200", "dtype": "fp32"},

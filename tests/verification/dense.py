@@ -51,7 +51,9 @@ def dense_loss(
     `DistillClipLoss.dist_loss`, with the guide's similarities as the teacher's logits. "sogclr" is one direction of
     arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times the temperature. Losses of one side follow in
     `_dense_of_rows`, those with any number of positives in `_dense_of_ids`. "tempered_" before a name: the
-    similarities of each query, and of each key, are multiplied by numbers of their own.
+    similarities of each query, and of each key, are multiplied by numbers of their own. "cwcl" is the loss of arXiv
+    2309.14580 in one direction, "cwcl_both" the mean of that and infonce of keys; "cwcl_rince" is rince with 0.6 of
+    the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
     """
     if query_scale is not None:
         q, name = query_scale.to(q)[:, None] * q, name.removeprefix("tempered_")
@@ -77,6 +79,16 @@ def dense_loss(
     if name == "siglip":
         labels = 2.0 * torch.eye(len(q), dtype=logits.dtype, device=q.device) - 1.0
         return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(q)
+    if name.startswith("cwcl") and guide_queries is not None and guide_keys is not None:
+        similar = guide_queries.to(q) @ guide_keys.to(q).T
+        w = 0.7 - 0.2 * similar if name == "cwcl_rince" else 0.5 + 0.5 * similar
+        if name == "cwcl_rince":
+            rince = (-(logits.gather(1, own[:, None]).exp() ** 0.5) / 0.5).mean() + (
+                (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5
+            ).mean()
+            return rince - 0.6 * ((w * logits).sum(1) / w.sum(1)).mean()
+        cwcl = -((w * logits.log_softmax(1)).sum(1) / w.sum(1)).mean()
+        return cwcl if name == "cwcl" else (cwcl + torch.nn.functional.cross_entropy(logits.T, own)) / 2
     if query_ids is not None and key_ids is not None:
         same = query_ids[:, None] == key_ids[None, :]
         if name == "siglip_multi":

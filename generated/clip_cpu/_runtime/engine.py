@@ -4,7 +4,8 @@
     backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
     at once     where gradients need no statistics, or those of a row of panels alone, forward does the work of
                 backward, which only multiplies what forward has kept (`_at_once`, `_gradients_by_rows`)
-    means       a multiple of the mean of all logits is no part of any sweep: sums of features make it (means.py)
+    means       a multiple of the mean of all logits is no part of any sweep: sums of features make it (means.py), and
+                products of them where keys have weights (weighted.py)
     state       `combine` makes the next state of each query, and the operators of ops.py write it where the caller's is
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
@@ -43,6 +44,7 @@ from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package,
 from .statistics import Statistics, by_prefix, view
 from .table import Table
 from .transport import Tensors, Trip
+from .weighted import WeightedMeans
 
 Gradients = tuple[Tensor | None, ...]  # dq, dk, dscale, dbias; of a loss with vectors, theirs, too
 Sums = tuple[Tensor | None, Tensor | None]  # for dq and dk
@@ -66,10 +68,13 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         else:
             each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
             sizes = torch.tensor(list(each), dtype=torch.int64)
-        saved = new_saved(package, call.q, call.k, sizes, gradients, call.options.unrounded, later=group is None)
+        how = {"unrounded": call.options.unrounded, "later": group is None}
+        saved = new_saved(package, call.q, call.k, sizes, gradients, **how)
         if call.vectors is not None:
             saved.of_vectors.copy_(call.vectors)
-        sweep = _Sweep(package, call, layout, saved)
+        sweep = _Sweep(package, call, layout, saved, group)
+        if isinstance(sweep.means, WeightedMeans):
+            sweep.means.begin()
         if package.traits.at_once:
             return _at_once(sweep, group, gradients)
         if package.traits.labels:
@@ -112,7 +117,7 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
         layout = Layout(group.rank, rows, keys)
     with device_state(package, call.q.device, "backward"):
-        sweep = _Sweep(package, call, layout, saved)
+        sweep = _Sweep(package, call, layout, saved, group)
         weighting = _Weighting(package, call, layout, upstream, gradients, means=sweep.means)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
@@ -181,7 +186,7 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
     for owner in trip:
         sums[owner] = trip["key gradients"] if of_keys else None
         if means is not None and of_keys and q.shape[0]:
-            means.leave(trip["query sums"], fresh=True)
+            means.work(trip, fresh=True)
         if len(sums) < group.size or not q.shape[0]:
             continue
         step, keys = min(schedule.PANEL_ROWS, q.shape[0]), sum(layout.keys)
@@ -294,9 +299,11 @@ def new_saved(
     """
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     vectors = q.new_empty((len(package.traits.vectors), q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
+    weighted = 1 + k.shape[1] if package.traits.weighted else 0
+    sums = q.new_empty((weighted, weighted), dtype=torch.float64)
     if package.at_once(ranks):
         dq, dk, scalars, ids = _new_gradients(package, q, k, gradients, unrounded, later)
-        return Saved(dq, dk, scalars, ids, k.new_empty((0, k.shape[1]), dtype=package.dtype), vectors, sizes)
+        return Saved(dq, dk, scalars, ids, k.new_empty((0, k.shape[1]), dtype=package.dtype), vectors, sums, sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -314,6 +321,7 @@ def new_saved(
         q.new_empty((kept_ids, 1), dtype=torch.int64),
         q.new_empty((guides, k.shape[1]), dtype=package.dtype),
         vectors,
+        sums,
         sizes,
     )
 
@@ -349,7 +357,7 @@ class _Sweep:
     """One phase of a call, which makes its blocks. `queries` and `positive` are views of `Saved.of_queries`, or live no
     longer than the sweep where that holds gradients."""
 
-    def __init__(self, package: Package, call: Call, layout: Layout, saved: Saved) -> None:
+    def __init__(self, package: Package, call: Call, layout: Layout, saved: Saved, group: Group | None = None) -> None:
         self.package, self.call, self.layout, self.saved = package, call, layout, saved
         # Labels first: their copy from the host waits for kernels launched before it.
         self.positives, statistics = _positives(package, call, layout), saved.of_queries
@@ -367,7 +375,11 @@ class _Sweep:
         else:
             self.queries = view(statistics, self.prefixes)
             self.positive, self.stash = by_prefix(statistics, self.prefixes)[2:], saved.stash
-        self.means = Means(package, call, sum(layout.keys)) if package.traits.means else None
+        self.means: Means | WeightedMeans | None = None
+        if package.traits.weighted:
+            self.means = WeightedMeans(package, call, saved.weighted, group)
+        elif package.traits.means:
+            self.means = Means(package, call, sum(layout.keys))
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     @property
@@ -551,7 +563,7 @@ def _finished(
         how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
         schedule.backward_block(block, dq_sum, trip["key gradients"] if of_keys else None, scratch, **how)
         if sweep.means is not None and of_keys:
-            sweep.means.leave(trip["query sums"], trip.fresh)
+            sweep.means.work(trip, trip.fresh)
         fresh = False
     del scratch  # its memory is for the results
     if dq_sum is not None:
@@ -592,7 +604,7 @@ class _Weighting:
         upstream: Tensor,
         gradients: int,
         result: torch.dtype | None = None,
-        means: Means | None = None,
+        means: Means | WeightedMeans | None = None,
     ) -> None:
         self._means = means
         schedule, self.gradients, self.products = package.schedule, gradients, products(gradients)
@@ -621,13 +633,13 @@ class _Weighting:
         rows, each = total.shape[0], self._schedule.FINISH_ROWS
         if rows:
             dots = None if self._dots is None else panel(self._dots, start // each, -(-rows // each))
-            more = {} if self._means is None else {"mean": self._means.of_keys}
+            more = {} if self._means is None else self._means.for_queries(total, start)
             self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots, **more)
 
     def keys(self, total: Tensor, out: Tensor) -> None:
         if total.shape[0]:
             dots = None if self.products.of_queries else self._dots
-            more = {} if self._means is None else {"mean": self._means.of_queries}
+            more = {} if self._means is None else self._means.for_keys(total)
             self._schedule.finish(total, self._k, *self._factors, out, dots=dots, **more)
 
     def scalars(self, slopes: Tensor | int) -> tuple[Tensor | None, Tensor | None]:
@@ -668,7 +680,7 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     own = {"keys": k}
     if sweep.key_ids is not None:
         own["key ids"] = sweep.key_ids[:, None]
-    if sweep.call.guide_keys is not None:
+    if package.traits.guide and sweep.call.guide_keys is not None:
         own["guide keys"] = sweep.call.guide_keys
     if package.traits.has_keys:
         own["key statistics"] = panel_columns(statistics, 0, keys)
@@ -744,7 +756,7 @@ def device_state(
         changes.append(torch.cuda.device(device))
     if torch.is_autocast_enabled(device.type):
         changes.append(torch.autocast(device.type, enabled=False))
-    if package.dtype == torch.float32 or device.type == "cpu":  # the only products that the switch changes
+    if package.dtype == torch.float32 or package.traits.weighted or device.type == "cpu":  # products it changes
         changes.append(_precisions[device.type == "cuda"].of_products(package.product_precision))
     if profiler._is_profiler_enabled:
         changes.append(profiler.record_function(f"infcl {phase}"))

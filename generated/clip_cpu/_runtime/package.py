@@ -163,6 +163,7 @@ class Saved(NamedTuple):
                 ranks' keys; else (0, 1)
     guides      (columns, D): what the guide has for these keys, likewise; else (0, D)
     of_vectors  (V, m): the gradients of `Call.vectors`, for an upstream gradient of 1; of a state the next one
+    weighted    fp64 (1 + D, 1 + D), what `WeightedMeans` keeps for backward; (0, 0) without weights of means
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
 
@@ -177,6 +178,7 @@ class Saved(NamedTuple):
     ids: Tensor
     guides: Tensor
     of_vectors: Tensor
+    weighted: Tensor
     layout: Tensor
 
 

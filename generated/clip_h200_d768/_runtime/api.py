@@ -371,7 +371,7 @@ def _check_ids(package: Package, call: Call) -> None:
 def _check_guides(package: Package, call: Call) -> None:
     given = zip(_GUIDES, call.guides, (call.q, call.k), strict=True)
     for name, guide, x in given:
-        if not package.traits.guide:
+        if not package.traits.guided:
             if guide is not None:
                 raise ValueError(f"{package.loss_name} has no guide: {name} must be None")
             continue

@@ -59,8 +59,9 @@ class Means:
         """The sum of this rank's queries, fp64 (D,)."""
         return sum_of(self._call.q, self._package.schedule.STATISTICS_DTYPE)
 
-    def leave(self, row: Tensor, fresh: bool) -> None:
-        """Adds the sum of this rank's queries to `row` (1, D), which travels; what is fresh was never written."""
+    def work(self, trip: Trip, fresh: bool) -> None:
+        """Adds the sum of this rank's queries to a row that travels; what is fresh was never written."""
+        row = trip["query sums"]
         if fresh:
             row.copy_(self.queries)
         else:
@@ -79,6 +80,13 @@ class Means:
     def of_queries(self) -> Tensor:
         """The sum of all queries over the number of keys (D,): the same of a sum for dk."""
         return self._rounded(self.queries if self._arrived is None else self._arrived)
+
+    def for_queries(self, total: Tensor, start: int) -> dict[str, Tensor]:
+        """What `finish` takes for sums for dq, besides them."""
+        return {"mean": self.of_keys}
+
+    def for_keys(self, total: Tensor) -> dict[str, Tensor]:
+        return {"mean": self.of_queries}
 
     def _rounded(self, total: Tensor) -> Tensor:
         return (total / self._count).to(self._package.schedule.STATISTICS_DTYPE)
