@@ -195,7 +195,13 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
         labels = torch.arange(len(q), device=q.device) % len(k)
     traits = module.SPEC["loss"]["traits"]
     own = own_keywords(traits, q, k, dtype=autocast)
-    return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **own), q, k, scale, autocast)
+    state = own.get("query_state")  # which a call replaces: each begins with the same
+
+    def loss() -> Any:
+        given = own if state is None else {**own, "query_state": state.clone()}
+        return module.contrastive_loss(q, k, scale, bias, labels=labels, **given)
+
+    return step_of(loss, q, k, scale, autocast)
 
 
 def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
