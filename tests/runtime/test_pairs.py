@@ -57,7 +57,7 @@ def test_nothing_is_kept_without_gradients(packages: Packages) -> None:
     operators = package.ContrastiveLoss._package.operators
     options = (*[None] * 6, "", "mean", "mean", "first", "none")
     loss, *kept = operators.forward(*(x.detach() for x in leaves), *options, 0)
-    assert [x.numel() for x in kept] == [0] * 7
+    assert not any(x.numel() for x in kept)
     with torch.no_grad():
         assert torch.equal(loss, package.contrastive_loss(*leaves))
     loss, *kept = operators.forward(*(x.detach() for x in leaves), *options, 0b1111)
