@@ -8,6 +8,7 @@ is to interpret, it is the faster interpreter of tests.kernels.interpreter.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import socket
@@ -84,6 +85,7 @@ def serve(handle: int, interprets: bool) -> None:
     for name in PRELOADED if interprets else COMPILING:
         __import__(name)
     assert not (interprets and "triton" in sys.modules)  # which reads its environment as it is imported
+    gc.freeze()  # a collection in a forked process would copy these pages
     with socket.socket(fileno=handle) as requests:
         while True:
             message, streams, *_ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
