@@ -38,6 +38,7 @@ from infcl_gen.runtime.group import Group, find_group
 from infcl_gen.runtime.package import Call, Options
 
 _DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
+_GROUP: Any = getattr(dist, "group", SimpleNamespace(WORLD=None))  # absent from a torch without torch.distributed
 _LOG = logging.getLogger("infcl_gen")
 
 
@@ -53,12 +54,12 @@ class Kind(NamedTuple):
 
 class _Taken(NamedTuple):
     """What the last call of a module took. A next one that is alike takes it too, without being looked up: that saves
-    half of what a call costs beyond one through `load`."""
+    a third of what a call costs beyond one through `load`."""
 
     loads: str  # `_loads` at the time: nothing was loaded since
+    group: Group | None
     kind: tuple[Any, ...]
     cuda: bool
-    group: Group | None
     package: ModuleType
     apply: Callable[..., Tensor]
 
@@ -118,8 +119,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
+        self._taken: _Taken | None
         self.loss, self.memory_budget = _text(loss, prefixes), memory_budget
-        self._taken: _Taken | None = None
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
             Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget), prefixes=prefixes)
@@ -135,28 +136,30 @@ class ContrastiveLoss(api.ContrastiveLoss):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_taken": None}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        vars(self)["_taken"] = None  # `loss` and `memory_budget` decide on it
+
     def _loss(self, *arguments: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return _run(self.loss, self.memory_budget, *arguments)
-        q, options, taken = arguments[0], arguments[-1], self._taken
+        q, taken = arguments[0], self._taken
         if taken is not None and type(q) is Tensor:
-            loads, (loss, budget, dim, dtype, device), cuda, group, package, apply = taken
+            loads, group, (_, _, dim, dtype, device), cuda, package, apply = taken
             if (
                 loads is _loads
-                and loss is self.loss
-                and budget is self.memory_budget
-                and dtype is (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype)
                 and q.is_cuda is cuda
                 and q.dim() == 2
-                and q.size(1) == dim
-                and find_group(options.group_name) is group
+                and q.shape[1] == dim
+                and dtype is (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype)
+                and group is (None if _GROUP.WORLD is None else find_group(arguments[-1].group_name))
             ):
                 try:
                     return apply(*arguments)
                 except package._api.BatchTooLargeError as error:
-                    return _grown(taken.kind, arguments, error)
+                    return _untraced()(taken.kind, arguments, error.queries, error.keys)
         value = _run(self.loss, self.memory_budget, *arguments)
-        self._taken = _taken(_kind(self.loss, self.memory_budget, q), find_group(options.group_name))
+        vars(self)["_taken"] = _taken(_kind(self.loss, self.memory_budget, q), find_group(arguments[-1].group_name))
         return value
 
 
@@ -237,7 +240,7 @@ def global_value(loss: Tensor, group: Any = None) -> Tensor:
     return value
 
 
-def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
+def _run(loss: Any, memory_budget: str | int, *arguments: Any) -> Tensor:
     """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large."""
     kind, options = _kind(loss, memory_budget, arguments[0]), arguments[-1]
     if torch.compiler.is_compiling():
@@ -247,14 +250,25 @@ def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
                 "there is no package for these features yet: call the loss once outside torch.compile with the "
                 "largest batch"
             )
-        return _apply(sys.modules[name], arguments)
-    return _untraced()(kind, arguments)
+        return _applied(sys.modules[name])(*arguments)
+    shelf = _alone if _GROUP.WORLD is None else _shelf(find_group(options.group_name))
+    try:
+        package = shelf.packages.get(kind)
+    except TypeError:  # a loss or a budget that cannot be hashed
+        package = None
+    if package is None:
+        return _untraced()(kind, arguments)
+    try:
+        found: Tensor = package._api.differentiable_loss(package._package, *arguments)
+    except package._api.BatchTooLargeError as error:
+        found = _untraced()(kind, arguments, error.queries, error.keys)
+    return found
 
 
-def _kind(loss: str, memory_budget: str | int, q: Any) -> tuple[Any, ...] | None:
+def _kind(loss: Any, memory_budget: str | int, q: Any) -> tuple[Any, ...] | None:
     """The fields of a `Kind`; None if q is no matrix, or on a device without autocast."""
     try:
-        device = q.device.type
+        device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         return loss if isinstance(loss, str) else _text(loss), memory_budget, operator.index(q.shape[1]), dtype, device
     except (AttributeError, IndexError, RuntimeError):
@@ -265,38 +279,28 @@ def _taken(kind: tuple[Any, ...] | None, group: Group | None) -> _Taken | None:
     package = _shelf(group).packages.get(kind)
     if kind is None or package is None:
         return None
-    apply = functools.partial(package._api.differentiable_loss, package._package)
-    return _Taken(_loads, kind, kind[4] == "cuda", group, package, apply)
+    return _Taken(_loads, group, kind, kind[4] == "cuda", package, _applied(package))
 
 
-def _run_eagerly(kind: tuple[Any, ...] | None, arguments: tuple[Any, ...]) -> Tensor:
-    q, k, options = arguments[0], arguments[1], arguments[-1]
-    try:
-        package = _shelf(find_group(options.group_name)).packages.get(kind)
-    except TypeError:  # a loss or a budget that cannot be hashed
-        package = None
-    if package is None:
-        package = _load(kind, q, k, options)
-    try:
-        return _apply(package, arguments)
-    except package._api.BatchTooLargeError as error:
-        return _grown(kind, arguments, error)
+def _load_and_run(kind: Any, arguments: tuple[Any, ...], queries: int = 0, keys: int = 0) -> Tensor:
+    package = _load(kind, arguments[0], arguments[1], arguments[-1], queries, keys)
+    return _applied(package)(*arguments)
 
 
-def _grown(kind: Any, arguments: tuple[Any, ...], error: Any) -> Tensor:
-    """The loss by a larger package than the one that raised BatchTooLargeError."""
-    return _apply(_load(kind, arguments[0], arguments[1], arguments[-1], error.queries, error.keys), arguments)
+def _applied(package: ModuleType) -> Callable[..., Tensor]:
+    """The loss of a `Call`'s arguments by a package."""
+    return functools.partial(package._api.differentiable_loss, package._package)
 
 
 def _untraced() -> Callable[..., Tensor]:
-    """`_run_eagerly`, out of the compiler's sight: where a graph breaks, it would trace how ranks load together.
+    """`_load_and_run`, out of the compiler's sight: where a graph breaks, it would trace how ranks load together.
 
     A process that has not imported the compiler does not need that, and does not import it.
     """
     global _disabled
     if _disabled is None and "torch._dynamo" in sys.modules:
-        _disabled = torch.compiler.disable(_run_eagerly)
-    return _disabled or _run_eagerly
+        _disabled = torch.compiler.disable(_load_and_run)
+    return _disabled or _load_and_run
 
 
 def _text(loss: Any, prefixes: Any = ()) -> Any:
@@ -304,6 +308,8 @@ def _text(loss: Any, prefixes: Any = ()) -> Any:
 
     A file by its absolute path, since the process may change its folder before the first call.
     """
+    if type(loss) is str and ":" not in loss and not prefixes:
+        return loss
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
     if prefixes:
         if torch.compiler.is_compiling():
@@ -356,11 +362,6 @@ def _shown(text: str) -> str:
 
 def _budget(memory_budget: str | int) -> int | None:
     return None if memory_budget == "auto" else parse_bytes(memory_budget, "memory_budget")
-
-
-def _apply(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
-    found: Tensor = package._api.differentiable_loss(package._package, *arguments)
-    return found
 
 
 def _warm_name(loads: str, group_name: str, kind: tuple[Any, ...]) -> str:

@@ -193,7 +193,9 @@ def early(argument: Any, seat: Seat) -> list[float]:
     os.environ["INFCL_GEN_CACHE"] = argument["cache"]
     loaded = infcl_gen.load(batch_size=16, dim=16, dtype="fp32", target="cpu", devices=seat.ranks)
     made = [infcl_gen.ContrastiveLoss(), loaded.ContrastiveLoss()]
+    step(16, seat.rank, criterion=made[0])
     seat.join_group("cpu", 60.0)
     values = [step(4, seat.rank, criterion=criterion)[0] for criterion in made]
+    assert len(lazy._shelves) == 1  # the group's package, not the one that this rank alone has taken
     cold = torch.compile(infcl_gen.ContrastiveLoss(memory_budget="1GiB"), backend="eager")
     return [*values, step(4, seat.rank, criterion=cold)[0]]  # the compiler must not trace how ranks load
