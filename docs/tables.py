@@ -77,6 +77,7 @@ POSITIVES = {
     "none": "none",
 }
 OF_ROWS = "one other row, which `labels` names; without labels row i + M/2 of row i"
+PAIRS = "the other row of its pair, on the same rank, which `labels` names; without labels row i + M/2 of row i"
 OTHER_ROWS = "all other rows of a row's id"
 WHEN_KNOWN = {
     "before": "computed in forward, pair by pair",
@@ -195,6 +196,7 @@ def section(spec: LossSpec) -> str:
     kinds = {
         "logsumexp": "log-sum-exp of each {}",
         "logsumexp_of_multiple": "log-sum-exp of a multiple of each {}'s logits",
+        "logsumexp_of_positive": "log-sum-exp of the positive of each {}",
         "mean_over_positives": "mean logit of each {}'s positives, and their number",
         "mean_by_guide": "mean logit of each {} by its guide's softmax, and the sum of that",
         "logsumexp_over_positives": "log-sum-exp of each {}'s positives, and their number",
@@ -207,7 +209,7 @@ def section(spec: LossSpec) -> str:
     keys = "as many as queries" if traits.paired else "any number"
     planned = plans(spec)
     by_rows = any(plan.strategy == "rows" for plan in planned)
-    of_rows = OF_ROWS if traits.labels else OTHER_ROWS
+    of_rows = PAIRS if traits.partnered else OF_ROWS if traits.labels else OTHER_ROWS
     ids = "`query_ids`" if traits.triangle else "`query_ids`, `key_ids`"
     lines = [
         ("positives", of_rows if traits.triangle else POSITIVES[traits.positives]),

@@ -91,6 +91,13 @@ def test_kernels_of_a_triangle(loss: str, dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
+def test_kernels_of_partners(tmp_path: Path) -> None:
+    package = infcl_gen.generate(
+        output=tmp_path / "p", loss="four_block", batch_size="64k", dim=96, device_profile="h200"
+    )
+    check(resources(package, "sm_90", "partners", "combine"), package, "sm_90", "partners", "combine")
+
+
 @pytest.mark.parametrize("dim", [96, 768])
 def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}

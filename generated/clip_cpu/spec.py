@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ac4a0f2c21e4b414d4e890022d8583be492f7a248a2d8ee92be536f1c9ed33c8",
+    "digest": "91e38e85a6885d8eb21b9820a2eff91f3b8a6bae3ad82a7f8912ce99f482db01",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "76cb642b7cc9eb1e904e755a465fa36d1365120ef8b188354c8f1b2c84d85d89",
+    "digest": "4558657a15f5faea30fd35186315b089881e1d83befea97b14f2676de7776a18",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -45,6 +45,11 @@ _NO_WEIGHT = (
 _ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them{}"
 OF_STATE = ", its state the next one"
 _ABOUT_KEPT_Z = "kept_z          z of the positive, whose row has a term of it in its own sum"
+_ABOUT_PARTNER = "partner_exponent, partner_mantissa   from `partners`; query_terms and kept_z may overwrite them"
+_R_OF_PARTNER = """\
+partner_sum = tl.load(partner_mantissa + i, mask=i < queries, other=1.0)
+rp = log2_of(tl.load(partner_exponent + i, mask=i < queries, other=0.0), partner_sum) * LN2 + shift"""
+_OF_NO_PARTNER = '\nrp = tl.where(partner_sum == 0.0, float("-inf"), rp)'
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -400,6 +405,9 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "positives_from_sums": False,
         "vectors": list(zip(derivation.form.vectors.values(), places, strict=False)),
         "about_vectors": _ABOUT_VECTORS.format(OF_STATE * plan.traits.state) if plan.traits.vectors else ABSENT,
+        "partnered": plan.traits.partnered,
+        "about_partner": _ABOUT_PARTNER if plan.traits.partnered else ABSENT,
+        "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
         "statements_of_rows": "\n".join(statements),

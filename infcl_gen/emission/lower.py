@@ -187,6 +187,8 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),
         **_torch_second(traits),
+        "partnered": traits.partnered,
+        "noted_partners": "note_partners_(block)" if traits.partnered else ABSENT,
         **(
             _torch_several(traits, x2_of_strip.replace("[strip]", "[rows]"))
             if traits.several and not traits.guide
@@ -206,7 +208,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "x2_of_strip": x2_of_strip,
         "statistics": f"LOG2E, Statistics, {'' if traits.combined else 'excess, '}log, merge"
         + ", merge_parts" * traits.has_keys
-        + ", view" * (traits.second and traits.triangle),
+        + ", view" * ((traits.second and traits.triangle) or traits.partnered),
         "most_terms": "max(len(block.q), len(block.k))" if traits.has_keys else "len(block.q)",
     }
 
@@ -214,7 +216,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
-    "r2": "r2",
+    "r2": "r2", "rp": "log(view(positive[3:, rows]))",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""

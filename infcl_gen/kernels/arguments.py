@@ -37,7 +37,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "positive_z positive_row_reference positive_key_reference key_positive_z key_positive_reference positive_g "
     "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
     "row_second_exponent row_second_sum key_second_exponent key_second_sum "
-    "second_exponent second_mantissa key_second_mantissa "
+    "second_exponent second_mantissa key_second_mantissa partner_exponent partner_mantissa "
     "stash_reference own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",

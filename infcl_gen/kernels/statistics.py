@@ -1,4 +1,4 @@
-"""merge, positives, and loss_terms and total_loss or combine and row_loss: from partial sums to the loss."""
+"""merge, positives, and loss_terms and total_loss or partners, combine and row_loss: from partial sums to the loss."""
 
 from infcl_gen.kernels.arguments import (
     IDS,
@@ -88,10 +88,16 @@ def _of_several(choice: Choice) -> tuple[Kernel, ...]:
 def _combining(choice: Choice) -> tuple[Kernel, ...]:
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
     second = "second_exponent second_mantissa" * choice.traits.second
-    taken = f"query_exponent query_mantissa {second} {positive(choice)} {SCALARS} {vectors}"
+    partner = "partner_exponent partner_mantissa" * choice.traits.partnered
+    taken = f"query_exponent query_mantissa {second} {partner} {positive(choice)} {SCALARS} {vectors}"
     left = "positive_g scale_parts bias_parts query_terms" + " kept_z" * choice.traits.triangle
     combine = arguments(taken, left, "queries all_queries all_keys")
-    return Kernel("combine", combine), Kernel("row_loss", arguments("query_terms loss queries weight BLOCK"))
+    noted = arguments(f"query_exponent query_mantissa labels first_query {partner} queries")
+    return (
+        *[Kernel("partners", noted)] * choice.traits.partnered,
+        Kernel("combine", combine),
+        Kernel("row_loss", arguments("query_terms loss queries weight BLOCK")),
+    )
 
 
 FAMILY = Family("statistics", kernels, wanted=lambda choice: not choice.traits.at_once, tile=PositiveTile())

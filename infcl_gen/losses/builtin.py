@@ -22,6 +22,7 @@ from infcl_gen.losses.language import (
     mean_over_positives,
     mean_over_queries,
     next_state,
+    of_positive,
     positive,
     positives_of_query,
     queries,
@@ -202,6 +203,28 @@ Each similarity is computed once for its two rows, so that a step takes half of 
 Over ranks that holds for the pairs of a rank. A pair of two ranks is computed by both, and no gradients travel.""",
 )
 
+_of_all = logsumexp_over_keys(_of_rows, where=1 - is_self)
+
+FOUR_BLOCK = LossSpec(
+    name="four_block",
+    formula=mean_over_queries(of_positive(_of_all) + softplus(_of_all - of_positive(_of_all)) - positive(_of_rows)),
+    positives="label",
+    doc="GTE's contrastive loss: one softmax over what a query and its document have with all others of both kinds.",
+    source="Li et al., arXiv 2308.03281, section 3, the improved contrastive loss",
+    use="""\
+For text embeddings from pairs of a query and a document, both of which are to be far from all others of either kind.
+sentence-transformers writes it `MultipleNegativesRankingLoss(directions=all four, partition_mode="joint")`.
+`scale` is 1 / temperature: 100 in the paper. `bias` changes nothing.
+
+A call is that of `ntxent`: `contrastive_loss(torch.cat([queries, documents]), None, scale)`.
+The mean over rows is then that over samples, as both rows of a pair have one term: Z of a sample is the sum of theirs.
+The paper's Z has the positive in two of its blocks, and so has this one: the loss is at least log 2.
+
+Rows are pairs, each the positive of the other, and the two of a pair are on one rank.
+`labels` that say otherwise are refused where they are looked at, as in `ntxent`; unseen ones give NaN.
+Hard negatives are not part of this loss.""",
+)
+
 _others = (1 - is_self) * (1 - is_positive)
 
 DCL = LossSpec(
@@ -266,7 +289,6 @@ Both sums of a row are made in one sweep.
 In a batch of two rows there are no negatives, and the loss is 0.""",
 )
 
-_of_all = logsumexp_over_keys(_of_rows, where=1 - is_self)
 _of_positives_alone = logsumexp_over_keys(_of_rows, where=(1 - is_self) * is_positive)
 
 SUPCON_OUT = LossSpec(
@@ -344,6 +366,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         SIGLIP,
         SIGLIP_MULTI,
         NTXENT,
+        FOUR_BLOCK,
         DCL,
         DEBIASED,
         HARD_NEGATIVE,

@@ -10,6 +10,9 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
+Where rows i and l are a pair, and F has rp_i = r_l, too, a_i = dF/dr + dF/drp of row l: its arguments are those of row
+i, with r and rp exchanged.
+
 A second log-sum-exp r2_i, of c * x_ij for a constant c, adds a2_i * exp(c * x_ij - r2_i) with a2_i = c * dF/dr2.
 
 With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile computes that part. The logit is
@@ -59,6 +62,7 @@ from infcl_gen.losses.printers import (
     positive_z,
     r,
     r2,
+    rp,
     temporaries,
     temporary,
     torch_code,
@@ -73,7 +77,7 @@ LONG_SLOPES = 60  # operations
 
 @dataclass(frozen=True)
 class Derivation:
-    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2 (see `printers`).
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp (see `printers`).
 
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
     gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
@@ -191,7 +195,7 @@ class Derivation:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part, *self.vector_slopes)
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2)
+        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2, rp)
         known = (*numbers, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
 
@@ -311,7 +315,9 @@ class Derivation:
             combined=self.form.combined,
             even=self.form.several and not self.form.guided and bool(self.query_weight.is_number),
             vectors=tuple(self.form.vectors),
-            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 + 4 * (self.form.several or self.form.second)
+            held=len(self.statements_of_rows(torch_code, "{}", {}))
+            + 8
+            + 4 * (self.form.several or self.form.second or self.form.partnered)
             if self.form.combined
             else 0,
             affine=self.slope is not None,
@@ -403,6 +409,8 @@ def _derived(form: Form) -> Derivation:
     gradient_factor = dx_dz if affine else scale if logit.has(scale) else Integer(1)
     dscale_rest = diff(shift, scale) if total is None and shift is not None else Integer(0)
     weight, of_p, of_z, of_scale, of_bias = (_slope_of_query(form, each) for each in (r, p, positive_z, scale, bias))
+    if form.partnered:
+        weight = sympy.factor_terms(weight + _slope_of_query(form, rp).xreplace({r: rp, rp: r}))
     dscale_factor = _dscale_factor(logit, slope, shift, total)
     derivation = Derivation(
         form=form,

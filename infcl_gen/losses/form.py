@@ -11,7 +11,8 @@ too, of any number n of positives: the mean of their logits, or the log-sum-exp;
 positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
 depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
 of a constant multiple of the logits. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own:
-the form is that of i != j over z, and its domain a triangle. To F and G may be added constants times the mean of a
+the form is that of i != j over z, and its domain a triangle. There F may also depend on s of the row that is the
+positive: rows are then pairs, each the positive of the other. To F and G may be added constants times the mean of a
 query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
@@ -27,7 +28,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, d, display, h, m, next_state, p, positive_z, r, r2, state, u, x
+from infcl_gen.losses.printers import c, d, display, h, m, next_state, p, positive_z, r, r2, rp, state, u, x
 from infcl_gen.runtime.traits import Domain
 
 ONE = Integer(1)
@@ -60,7 +61,7 @@ class PairTerm:
 
 @dataclass(frozen=True)
 class Form:
-    """A loss in the general form; expressions over z, scale, bias, x, r, c, p, positive_z, u, h, r2 (see `printers`).
+    """A loss in the general form; expressions over z, scale, bias, x and the letters of `printers`.
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
@@ -110,6 +111,11 @@ class Form:
         return any(each.symbol == r2 for each in self.statistics)
 
     @property
+    def partnered(self) -> bool:
+        """Whether F has the log-sum-exp of the row that is the positive."""
+        return any(each.symbol == rp for each in self.statistics)
+
+    @property
     def guided(self) -> bool:
         """Whether p is the mean of a query's logits by the softmax of its guide."""
         return any(each.kind == BY_GUIDE for each in self.statistics)
@@ -144,6 +150,7 @@ _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
     language.mean_of_queries(x): d, language.query_state: state,
+    language.of_positive(language.logsumexp_over_keys(x)): rp,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -158,7 +165,7 @@ _OUTSIDE = {
 _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
 _KNOWN = {
     r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c),
-    r2: Statistic("query", "logsumexp_of_multiple", r2),
+    r2: Statistic("query", "logsumexp_of_multiple", r2), rp: Statistic("query", "logsumexp_of_positive", rp),
 }  # fmt: skip
 
 
@@ -176,7 +183,7 @@ def form_of(spec: LossSpec) -> Form:
     refuse((spec.positives in ("id", "none") and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
     of_sets = (language.mean_over_positives, language.mean_by_softmax)
-    known = (*_STATISTICS, *_MEANS, *of_sets, language.sum_over_pairs)
+    known = (*_STATISTICS, *_MEANS, *of_sets, language.sum_over_pairs, language.of_positive)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
@@ -185,6 +192,7 @@ def form_of(spec: LossSpec) -> Form:
     if of_pairs:
         of_pairs = written.atoms(language.sum_over_pairs)
         return _pointwise(spec, written, sorted(of_pairs, key=sympy.default_sort_key), scaled)
+    _check_partners(spec, written, domain)
     written, of_positives = _with_statistic_of_positives(spec, written, domain)
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
@@ -214,6 +222,10 @@ def form_of(spec: LossSpec) -> Form:
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
     refuse(([each for each in alone if not query_term.has(each)], "a log-sum-exp stands in next_state alone, "
             "where it has no kernel: write it in the term, too"))  # fmt: skip
+    refuse((query_term.has(rp) and not query_term.has(r), "of_positive has no kernel where the row's own log-sum-exp "
+            "is not: write that one, whose mean is the same"),
+           (query_term.has(rp) and multiple != 1, "of_positive has no kernel yet beside two log-sum-exps: write one "
+            "logit in all of them"))  # fmt: skip
     if of_positives:
         refuse((key_term != 0, f"positives={spec.positives!r} has no kernel yet beside mean_over_keys: write "
                                "mean_over_queries alone, and call it once for each direction"),
@@ -292,6 +304,26 @@ def _check_triangle(spec: LossSpec) -> None:
          f"{one} needs positives='label' or 'id': a row is not its own positive"),
         (any(map(has, _OF_ALL)), f"mean_of_keys(x) in {one} has no kernel yet: give both sides, and write z"),
         (any(map(has, SCALES)), f"a factor of similarities in {one} has no kernel yet: give both sides, and write z"),
+    )  # fmt: skip
+
+
+def _check_partners(spec: LossSpec, formula: Expr, domain: Domain) -> None:
+    """Raises LossError for the log-sum-exp of a positive where there are no kernels for it."""
+    found = sorted(formula.atoms(language.of_positive), key=sympy.default_sort_key)
+    if not found:
+        return
+    inside = [each.args[0] for each in found]
+    other = [display(each) for each in inside if not isinstance(each, language.logsumexp_over_keys)]
+    own = (language.query_weight, language.query_state, language.logsumexp_over_negatives)
+    beside = [display(each) if isinstance(each, Expr) else each.__name__ for each in own if formula.has(each)]
+    refuse(
+        (domain != "triangle", "of_positive has kernels for rows in pairs: write similarity('query', 'query') of both "
+                               "sides in one tensor"),
+        (other, f"of_positive is of logsumexp_over_keys alone, not of {''.join(other[:1])}: write it around that"),
+        (any(each.args[0].has(is_positive) for each in inside),
+         "a logit with is_positive has no kernel yet in of_positive: write where=(1 - is_self) * (1 - is_positive)"),
+        (spec.positives != "label", "of_positive needs positives='label': a row of several positives has no partner"),
+        (beside, f"{''.join(beside[:1])} has no kernel yet beside of_positive: leave one of them out"),
     )  # fmt: skip
 
 

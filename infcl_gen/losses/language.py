@@ -5,7 +5,7 @@
 
 An expression in `z` describes every pair (i, j) at once. Reductions are functions that SymPy leaves alone, but each
 knows its derivative. So `formula.diff(x)` is the gradient of the whole loss by the logit of one pair, in the stable
-form exp(x_ij - r_i).
+form exp(x_ij - r_i). `of_positive` alone has none: it changes with the pairs of another row.
 
 | written                              | one value per | means                                                        |
 |--------------------------------------|---------------|--------------------------------------------------------------|
@@ -16,6 +16,7 @@ form exp(x_ij - r_i).
 | `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
 | `logsumexp_over_negatives(x)`        | query         | h_i = log sum_l exp(x) of the query and its own negatives    |
 | `positive(x)`                        | query or key  | x at the positive                                            |
+| `of_positive(r)`                     | query         | the log-sum-exp r of its positive, of rows in pairs          |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x, weight=w)`          | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1      |
 | `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
@@ -59,8 +60,8 @@ __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_positive", "is_self",
     "key_scale", "key_weight", "keys", "log", "logsumexp_over_keys", "logsumexp_over_negatives",
     "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_of_keys", "mean_of_queries", "mean_over_keys",
-    "mean_over_positives", "mean_over_queries", "next_state", "positive", "positives_of_query", "queries",
-    "query_scale", "query_state", "query_weight", "same_id", "scale", "sigmoid",
+    "mean_over_positives", "mean_over_queries", "next_state", "of_positive", "positive", "positives_of_query",
+    "queries", "query_scale", "query_state", "query_weight", "same_id", "scale", "sigmoid",
     "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
@@ -256,10 +257,15 @@ def _share(r: Expr, x: Expr) -> Expr:
     return math.prod(r.args[1:]) * sympy.exp(x - r)
 
 
+def _of_another_row(f: Expr) -> Expr:
+    raise LossError(f"{f} has no slope of one pair: it changes with the pairs of another row")
+
+
 logsumexp_over_keys = _opaque("logsumexp_over_keys", _share, nargs=(1, 2))
 logsumexp_over_queries = _opaque("logsumexp_over_queries", _share, nargs=(1, 2))
 logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0)  # its keys are in no pair
 positive = _opaque("positive", lambda f, x: is_positive)
+of_positive = _opaque("of_positive", lambda f, r: _of_another_row(f))
 mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
 mean_of_keys = _opaque(
     "mean_of_keys", lambda f, x: math.prod(f.args[1:]) / keys / math.prod(map(f.func, f.args[1:])), nargs=(1, 2)
@@ -326,8 +332,8 @@ def check_defined(pair: Expr) -> None:
 
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (
-    logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, mean_over_positives, mean_of_keys,
-    mean_of_queries, mean_by_softmax,
+    logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, of_positive, mean_over_positives,
+    mean_of_keys, mean_of_queries, mean_by_softmax,
 )  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function

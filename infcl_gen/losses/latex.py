@@ -19,8 +19,8 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "m": "m_i", "d": "d_j", "scale": "s", "bias": "b",
-    "queries": "M", "keys": "N", "positives_of_query": "n_i",
+    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "m": "m_i", "d": "d_j", "scale": "s",
+    "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -167,6 +167,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         if derivation.form.second:
             power = _text(derivation.form.multiple * x)
             found["second_statistic"] = rf"r'_i = \log \sum_{others} {mask}e^{{{power}}}"
+        if derivation.form.partnered:
+            found["partners"] = r"\ell_{\ell_i} = i"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
     of_queries, of_keys = derivation.form.of_means

@@ -35,6 +35,7 @@ _PAIR = {
     "m": "m_i",
     "d": "d_j",
     "r2": "r2_i",
+    "rp": "rp_i",
     "queries": "M",
     "keys": "N",
     "positives_of_query": "n_i",
@@ -179,6 +180,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         mask = "w_ij * " * bool(excluded)
         found["query_statistic"] = f"r_i = log sum_{{j != i}} {mask}exp(x_ij)"
         found |= _second_statistic(derivation, f"sum_{{j != i}} {mask}")
+        if derivation.form.partnered:
+            found["partner_statistic"] = "rp_i = r_j where j = labels[i]; i = labels[j], too"
         return found | _own_statistics(derivation)
     if derivation.has_queries:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
@@ -327,6 +330,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("y", masked, f'x.masked_fill({masked}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
+        ("rp", form.partnered, "r[labels]"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p) and not form.several, at_positives.format("x")),
         ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
@@ -461,6 +465,8 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "about_second": "\n    second_weight   the derivative by r2, log-sum-exp of MULTIPLE * x, times MULTIPLE"
         * derivation.form.second,
         "and_second_weight": ", second_weight" * derivation.form.second,
+        "of_partner": ", and of its positive's by that row's `rp`" * derivation.form.partnered,
+        "about_partner": "\n    rp          r of its positive, whose own positive it is" * derivation.form.partnered,
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(

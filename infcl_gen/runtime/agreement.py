@@ -204,13 +204,18 @@ def _check_pairs(package: Package, layout: Layout, labelling: str) -> None:
 def _check_other_rows(
     package: Package, group: Group | None, call: Call, layout: Layout, looked_at: tuple[int, int]
 ) -> None:
-    """Raises ValueError, on every rank, where a label of a triangle names its own row. Where that is in the batch is
-    known only once the ranks have told their sizes, so they exchange what they find, too."""
-    row, labels = -1, call.labels
+    """Raises ValueError, on every rank, where a label of a triangle names its own row, or rows must be pairs and are
+    not. Where a row is in the batch is known only once the ranks have told their sizes, so they exchange what they
+    find, too."""
+    row, labels, partnered = -1, call.labels, package.traits.partnered
     if labels is not None and looked_at != (0, -1):
         first = layout.key_offset(layout.rank)
-        own = labels == torch.arange(first, first + len(labels), device=labels.device)
-        row = first + int(own.int().argmax()) if bool(own.any()) else -1
+        own = torch.arange(first, first + len(labels), device=labels.device)
+        wrong = labels == own
+        if partnered:
+            there = (labels - first).clamp(0, len(labels) - 1)
+            wrong |= (there != labels - first) | (labels[there] != own)
+        row = first + int(wrong.int().argmax()) if bool(wrong.any()) else -1
     found = [row]
     if group is not None:
         headers = group.exchange(header(package, call, label_range=(row, row)))
@@ -219,13 +224,19 @@ def _check_other_rows(
     for rank, row in enumerate(found):
         if row >= 0:
             where = f" on rank {rank}" if group else ""
+            if partnered:
+                raise ValueError(
+                    f"{package.loss_name} takes pairs of rows of one rank, of which labels[i] = j and labels[j] = i, "
+                    f"but row {row}{where} is in none"
+                )
             raise ValueError(f"labels name another row, but that of row {row}{where} is itself")
 
 
 def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:
     """Smallest and largest label of this rank; (0, -1) for none, or for device labels that were `checked` before.
 
-    Reading device labels stalls the device. Unchecked, an out-of-range label gives NaN.
+    Reading device labels stalls the device. Unchecked, an out-of-range label gives NaN, and so does a row without a
+    partner.
     """
     labels = call.labels
     if labels is None or not labels.numel():

@@ -441,6 +441,9 @@ class _OfQueries:
             r2, dr2, self.second, self.dsecond = self._of_sum(times * y, times * dx)
             numbers.append(r2)
             errors.append(dr2)
+        if traits.partnered:
+            numbers.append(r[inputs.positives()])
+            errors.append(dr[inputs.positives()])
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
         if inputs.query_weight is not None:
             numbers.append(inputs.query_weight.to(x.dtype))
@@ -469,7 +472,9 @@ class _OfQueries:
         def at_ends(signs: Iterable[int]) -> Tensor:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
             similarity, second = positive_z + list(signs)[1] * dz, own.pop(0) if traits.second else None
-            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own, count, second)
+            partners = own.pop(0) if traits.partnered else None
+            more = {"positives": count, "second": second, "partners": partners}
+            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own, **more)
             values = mathematics.of_queries(r, p, **rest)
             return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values]) * found
 

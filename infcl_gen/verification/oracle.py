@@ -247,7 +247,8 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
         second = torch.cat(of_multiple[0]) if of_multiple else None
-        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own, second=second)
+        more = {"second": second, "partners": r[labels] if "rp" in mathematics.OF_ROWS else None}
+        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own, **more)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
@@ -276,15 +277,18 @@ def numbers_of_rows(
     own: Sequence[Tensor] = (),
     positives: Tensor | None = None,
     second: Tensor | None = None,
+    partners: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """What a loss.py's `of_queries` takes besides sums and positives; `own` are `Inputs.vectors`, `positives` the
-    numbers of positives, `second` the log-sum-exps of a multiple of the logits."""
+    numbers of positives, `second` the log-sum-exps of a multiple of the logits, `partners` those of positives."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
     if positives is not None:
         found["positives_of_query"] = positives
     if second is not None:
         found["r2"] = second
+    if partners is not None:
+        found["rp"] = partners
     names = mathematics.OF_ROWS
     found |= zip(names[len(names) - len(own) :], own, strict=True)
     return {name: found[name] for name in names}

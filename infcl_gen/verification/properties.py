@@ -59,7 +59,7 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
     own = (*traits.vectors, *traits.scaled)
-    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided)
+    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.partnered)
     if not traits.weighted:
         return found
     shorter = {  # so that weights add up to more than 0
@@ -77,13 +77,16 @@ def tensors(
     one_sided: bool = False,
     vectors: Sequence[str] = (),
     guided: bool = False,
+    partnered: bool = False,
 ) -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M.
 
-    A loss of one side has at least two rows, and labels for an odd number of them; no row's is itself.
+    A loss of one side has at least two rows, and labels for an odd number of them; no row's is itself. Where rows must
+    be pairs their number is even, and labels are those of `neighbours`.
     """
     if one_sided:
-        case = dataclasses.replace(case, queries=max(2, case.queries), keys=max(2, case.queries))
+        rows = max(2, case.queries - partnered * (case.queries % 2))
+        case = dataclasses.replace(case, queries=rows, keys=rows)
     generator = torch.Generator().manual_seed(case.seed)
     shapes = ((case.queries, case.dim), (case.keys, case.dim))
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -98,7 +101,7 @@ def tensors(
         labels = None
         if case.seed % 2 or case.queries % 2:
             away = torch.randint(1, case.queries, (case.queries,), generator=generator)
-            labels = (torch.arange(case.queries) + away) % case.queries
+            labels = neighbours(case.queries) if partnered else (torch.arange(case.queries) + away) % case.queries
     if case.features == "matched":
         own = torch.arange(case.queries) if labels is None else labels
         if one_sided:
@@ -122,6 +125,11 @@ def tensors(
     given = (labels, *ids, *_vectors(case, q, generator, vectors), *(_guides(case, generator) if guided else ()))
     others = None if one_sided else k
     return Inputs(q, others, case.scale, case.bias, *(None if x is None else x.to(device) for x in given))
+
+
+def neighbours(rows: int) -> Tensor:
+    """The positive of each of so many rows, which are pairs 0 and 1, 2 and 3, and so on."""
+    return torch.arange(rows) ^ 1
 
 
 def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]) -> tuple[Tensor | None, ...]:

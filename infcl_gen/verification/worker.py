@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.gate import GateRow, failures, gate, truth_by_slices, truth_of
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import SLICE_ROWS, LossAndGrads
@@ -25,6 +26,7 @@ from infcl_gen.verification.properties import (
     check_package,
     inputs_of,
     nan_misplaced,
+    neighbours,
     random_cases,
     unrepeated,
 )
@@ -81,7 +83,10 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
     for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
         inputs = inputs_of(module, case, device)
         case = dataclasses.replace(case, queries=len(inputs.q))
-        q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
+        partnered = Traits(**module.SPEC["loss"]["traits"]).partnered
+        if partnered:  # of one rank
+            inputs = inputs._replace(labels=neighbours(len(inputs.q)).to(device))
+        q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks, 2 if partnered else 1)
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
         labelled = inputs.labels is not None or (inputs.k is None and module.SPEC["positives"] == "label")
         labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
@@ -108,8 +113,9 @@ def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
     return {"check": check, "ratio": max(row.ratio for row in rows), "failure": failed and f"{where}: {failed}"}
 
 
-def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:
-    """Which rows and keys each rank holds: even shares on even seeds, else random cuts, so that some may be empty."""
+def shards(case: Case, positives: str, world_size: int, multiple: int = 1) -> tuple[list[slice], list[slice]]:
+    """Which rows and keys each rank holds: even shares on even seeds, else random cuts, so that some may be empty. Cuts
+    are at multiples of a number."""
     draw = random.Random(case.seed)
 
     def cut(total: int) -> list[slice]:
@@ -117,6 +123,7 @@ def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], li
             inner = sorted(draw.randint(0, total) for _ in range(world_size - 1))
         else:
             inner = [total * rank // world_size for rank in range(1, world_size)]
+        inner = [each // multiple * multiple for each in inner]
         return [slice(*pair) for pair in itertools.pairwise([0, *inner, total])]
 
     rows = cut(case.queries)

@@ -23,6 +23,7 @@ PROBLEMS = {
     "combined triangle": {"loss": "dcl"},
     "two sums": {"loss": f"{LOSSES}:hard_keys"},
     "two sums of a triangle": {"loss": "hard_negative"},
+    "sums of partners": {"loss": "four_block"},
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
     "guide": {"loss": "distill"},

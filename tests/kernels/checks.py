@@ -24,7 +24,16 @@ from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
-from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, check_package, inputs_of, tensors
+from infcl_gen.verification.properties import (
+    DTYPES,
+    Case,
+    Inputs,
+    check_case,
+    check_package,
+    inputs_of,
+    neighbours,
+    tensors,
+)
 from infcl_gen.verification.worker import averaged
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
@@ -524,6 +533,19 @@ def merged_ranks(made: Made, device: str = "cpu") -> None:
         assert bool((errors <= 1e-6).all()), f"{ranks} x {keys}: the sum is off by {errors.max()}"
 
 
+def rows_without_partners(made: Made, device: str = "cpu") -> None:
+    """Labels that are not looked at, where rows are not pairs: the loss and all gradients are NaN."""
+    package = module(made)
+    q = inputs_of(package, fitting(package, Case(6, 6, 0)), device).q
+    agreement = importlib.import_module(f"{package.__name__}._runtime.agreement")
+    with unittest.mock.patch.object(agreement, "_label_range", lambda *_: (0, -1)):
+        for labels in ([1, 0, 3, 2, 0, 4], [1, 0, 3, 2, 5, 6]):
+            loss, dq, *_ = package.loss_and_grads(q, None, labels=torch.tensor(labels, device=device))
+            assert loss.isnan() and dq.isnan().all(), f"labels {labels}"
+        loss, dq, *_ = package.loss_and_grads(q, None, labels=neighbours(6).to(device))
+        assert loss.isfinite() and dq.isfinite().all()
+
+
 def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu") -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
     order: the gate holds, nothing outside a buffer is overwritten, and gradients have one scratch for all hops."""
@@ -537,8 +559,9 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
         batches.append(inputs_of(package, case, device))
-        if inner.traits.triangle and inner.traits.labels:  # a row's other view is on any rank
-            batches[-1] = batches[-1]._replace(labels=batches[-1].positives())
+        if inner.traits.triangle and inner.traits.labels:  # a row's other view is on any rank, or must be on its own
+            labels = neighbours(sum(shards)).to(device) if inner.traits.partnered else batches[-1].positives()
+            batches[-1] = batches[-1]._replace(labels=labels)
 
     def job(rank: int) -> list[list[Tensor]]:
         found = []

@@ -60,6 +60,7 @@ TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=38
 DECOUPLED_ROWS, ROOTS_OF_ROWS = Made("panel", "dcl"), Made("panel", "rince_of_rows")
 MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
 TWO_SUMS, TWO_SUMS_OF_ROWS = Made("panel", "hard_keys"), Made("panel", "hard_negative")
+PARTNERS, PARTNERS_APART = Made("panel", "four_block"), Made("panel", "weighed_by_partner")
 TWO_SUMS_OF_A_RING = Made("panel", "hard_negative", devices=4, settings=(("transport", "ring"),))
 MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
@@ -1142,6 +1143,35 @@ BUGS: dict[str, Bug] = {
         checks.over_ranks,
         (3, [[50, 50, 50]]),
         "rows",
+    ),
+    "the partner of a row is the row itself": Bug(
+        PARTNERS,
+        (("kernels.py", "tl.load(query_mantissa + there, mask=here", "tl.load(query_mantissa + rows, mask=here"),),
+        checks.numerics,
+        (case(),),
+    ),
+    "the sums of partners are noted once they have weights": Bug(
+        PARTNERS_APART,
+        (
+            (
+                "schedule.py",
+                "    m, positive = block.q.shape[0], block.positive.unbind()\n    loss = ",
+                "    combine(block)\n    m, positive = block.q.shape[0], block.positive.unbind()\n    loss = ",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+    ),
+    "rows are partners of rows that have another": Bug(
+        PARTNERS,
+        (
+            (
+                "kernels.py",
+                "mutual = here & (tl.load(labels + there, mask=here, other=-1) == rows + first_query)",
+                "mutual = here",
+            ),
+        ),
+        checks.rows_without_partners,
     ),
     "columns have no weights": Bug(
         ROOTS_OF_ROWS,

@@ -29,6 +29,7 @@ from tests.losses.combinations import (
     NUMBERS,
     REFUSED,
     SHARP,
+    Combination,
     assert_same,
     batch,
     gradients_of,
@@ -64,11 +65,14 @@ def test_draws_cover_the_options() -> None:
         assert any(COMBINATIONS[name].smoothed for name in drawn)
         assert {COMBINATIONS[name].tempered for name in drawn} == {"", "queries", "both"}
         ones = [COMBINATIONS[name] for name in drawn]
+        assert any(one.coupled for one in ones)
         assert len({one.form for one in ones}) == 4 and len({one.temperature for one in ones}) == 3
         assert len({one.mask for one in ones}) >= 3 and len({one.term for one in ones}) >= 3
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
-    assert [len(set(values)) for values in zip(*every, strict=True)] == [4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3]
+    assert [len(set(values)) for values in zip(*every, strict=True)] == [
+        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.form)
@@ -162,7 +166,7 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
     for name, folder in job["packages"].items():
         one = COMBINATIONS[name]
         package: Any = import_package(Path(folder), f"ranks_{name}")
-        shards = shards_of(one.form, one.positives, job["rows"], job["keys"])
+        shards = shards_of(one, job["rows"], job["keys"])
         own = [slice(sum(sizes[: seat.rank]), sum(sizes[: seat.rank + 1])) for sizes in shards]
         for seed in job["seeds"]:
             part = batch(one, seed, DIM, shards).of_rank(*own)
@@ -171,14 +175,14 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
     return found
 
 
-def shards_of(form: str, positives: str, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
+def shards_of(one: Combination, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
     """Rows and keys of each rank: a rank's positives are its own first keys, or its rows are pairs of views."""
-    if form == "triangle":
-        rows = [2 * (n // 2) for n in rows] if positives == "own" else rows
+    if one.form == "triangle":
+        rows = [2 * (n // 2) for n in rows] if one.positives == "own" or one.coupled else rows
         return rows, rows
-    if positives == "own":
+    if one.positives == "own":
         return [min(pair) for pair in zip(rows, keys, strict=True)], keys
-    if positives == "diagonal":  # in any way: the same row of the whole batch
+    if one.positives == "diagonal":  # in any way: the same row of the whole batch
         return rows, [*keys[:-1], keys[-1] + sum(rows) - sum(keys)]
     return rows, keys
 
@@ -191,7 +195,7 @@ def over_ranks(names: list[str], ranks: int, seeds: tuple[int, ...] = (1, 2)) ->
     parts = run_ranks("tests.kernels.test_combinations:run_rank", job, ranks, TIMEOUT_S, {"OMP_NUM_THREADS": "1"})
     for (name, seed), of_ranks in zip(itertools.product(names, seeds), zip(*parts, strict=True), strict=True):
         one = COMBINATIONS[name]
-        truth, sizes = truth_of(one, batch(one, seed, DIM, shards_of(one.form, one.positives, rows, keys)))
+        truth, sizes = truth_of(one, batch(one, seed, DIM, shards_of(one, rows, keys)))
         share = 1 / ranks if one.grad_sync == "mean" else 1.0
         found: list[Any] = []
         for true, *results in zip(truth, *of_ranks, strict=True):

@@ -55,7 +55,7 @@ CASES = st.builds(
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard", "sogclr")),
-        *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows")),
+        *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows", "four_block")),
         *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "squared_weights")),
         *(("panel", loss) for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill")),
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
@@ -151,6 +151,7 @@ RANKS = [
     ("panel", "sogclr", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
     ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
+    ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
@@ -187,6 +188,10 @@ def test_next_states(interpreted: Interpreter, strategy: str, loss: str) -> None
     interpreted(checks.next_states, Made(strategy, loss))
 
 
+def test_rows_without_partners(interpreted: Interpreter) -> None:
+    interpreted(checks.rows_without_partners, Made("panel", "four_block"))
+
+
 @pytest.mark.parametrize("precision", ["default", "exact", "tf32"])
 def test_precisions_of_fp32_features(interpreted: Interpreter, precision: str) -> None:
     for scale in (1.0, 100.0):
@@ -214,6 +219,7 @@ SELFTESTS = [
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
+    ("panel", "four_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
     ("panel", "distill", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),

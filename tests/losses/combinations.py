@@ -32,6 +32,7 @@ from infcl_gen.losses.language import (
     mean_of_queries,
     mean_over_keys,
     mean_over_queries,
+    of_positive,
     positive,
     queries,
     query_scale,
@@ -84,6 +85,7 @@ class Combination:
     weighted     terms have query_weight; `hard`: queries have negatives of their own
     smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
     tempered     similarities are multiplied by a number of each query, or of each key, too; drawn apart, too
+    coupled      of a triangle: the total is that of both rows of a pair; drawn apart, too
     """
 
     form: str
@@ -102,6 +104,7 @@ class Combination:
     frozen: str
     smoothed: bool = False
     tempered: str = ""
+    coupled: bool = False
 
     @property
     def ids(self) -> bool:
@@ -134,6 +137,8 @@ def spec_of(one: Combination, name: str) -> LossSpec:
     if one.hard:
         further = logsumexp_over_negatives(other)
         total = further + softplus(total - further)  # also where nothing is in the sum of keys
+    if one.coupled:
+        total = of_positive(total) + softplus(total - of_positive(total))
     formula = mean_over_queries((query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive))
     if one.form == "both":
         of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one.mask)) - at_positive)
@@ -208,6 +213,7 @@ def refusals(one: Combination) -> list[str]:
         "multiply the features of keys": one.tempered == "both" and one.hard,
         "query_weight": (both or pairs) and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
+        "of_positive": one.coupled and (one.weighted or one.hard or one.margin),
     }
     if any(reasons.values()):
         reasons["at most 1000 parts"] = one.term == "focal"
@@ -242,6 +248,7 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
         return (kept * _term_of_pair(one, torch.where(is_own, -x, x))).sum() / len(q)
     p = x[is_own]
     total = _log(torch.where(kept, x.exp(), 0.0).sum(1) + further.exp().sum(1))
+    total = torch.logaddexp(total, total[is_own.int().argmax(1)]) if one.coupled else total
     terms = _dense_term(one, total, p)
     loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
     if one.form == "both":
@@ -305,11 +312,12 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing, tempering = random.Random(0), random.Random(2), random.Random(3)
+    chance, smoothing, tempering, coupling = (random.Random(seed) for seed in (0, 2, 3, 31))
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
         tempered = tempering.choice(("", "", "queries", "both"))
         one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5, tempered=tempered)
+        one = dataclasses.replace(one, coupled=coupling.random() < 0.3 and one.form == "triangle")
         yield _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
 
 
@@ -324,7 +332,8 @@ def _likely(one: Combination) -> Combination:
         return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
     if one.form == "triangle":
         positives, mask = "own" if one.positives == "diagonal" else "label", "positive" if one.mask else ""
-        return dataclasses.replace(one, positives=positives, mask=mask)
+        alone = {"weighted": False, "hard": False, "margin": "", "apart": False} if one.coupled else {}
+        return dataclasses.replace(one, positives=positives, mask=mask, **alone)
     one = dataclasses.replace(one, margin="", weighted=False, hard=False)
     if one.form == "pairs":
         return one
@@ -387,7 +396,7 @@ def batch(
     generator = torch.Generator().manual_seed(seed)
     sizes = SIZES[one.positives == "diagonal" or one.form == "triangle"]
     rows, keys = map(list, shards) if shards else ([each] for each in sizes[seed % len(sizes)])
-    if one.form == "triangle" and one.positives == "own":  # two views of each sample
+    if one.form == "triangle" and (one.positives == "own" or one.coupled):  # two views of each sample
         rows = keys = [each - each % 2 for each in rows]
     count, others = sum(rows), sum(keys)
 
@@ -399,7 +408,9 @@ def batch(
     if one.margin == "angular":
         assert k is not None and float((q @ k.T).abs().max()) < 0.9999, "the angle is near that of a tie"
     labels = query_ids = key_ids = weight = negatives = None
-    if one.form == "triangle" and one.positives == "label":
+    if one.coupled and one.positives == "label":
+        labels = torch.arange(count) ^ 1  # on its rank
+    elif one.form == "triangle" and one.positives == "label":
         labels = (torch.arange(count) + torch.randint(1, count, (count,), generator=generator)) % count
     elif one.positives == "label":
         labels = torch.randint(others, (count,), generator=generator)

@@ -24,6 +24,7 @@ from infcl_gen.losses.language import (
     mean_over_keys,
     mean_over_queries,
     next_state,
+    of_positive,
     positive,
     queries,
     query_scale,
@@ -171,6 +172,12 @@ _FARTHER = X_OF_ROWS - 0.3 * is_positive
 _WEIGHED = exp(logsumexp_over_keys(X_OF_ROWS / 3, where=1 - is_self) / 2) / 2
 _CAPPED = logsumexp_over_keys(
     20 * tanh(scale * similarity("query", "query") / 20) + bias, where=(1 - is_self) * (1 - is_positive)
+)
+_OTHERS = logsumexp_over_keys(X_OF_ROWS, where=(1 - is_self) * (1 - is_positive))
+# A row counts for as much as the other row of its pair is wrong, whose own term it has a quarter of.
+_WRONG, _OF_PARTNER = _OTHERS - _P, of_positive(_OTHERS) - _P
+BY_PARTNER = spec(
+    mean_over_queries(sigmoid(_OF_PARTNER) * softplus(_WRONG) + softplus(_OF_PARTNER) / 4), name="weighed_by_partner"
 )
 OF_ROWS = {
     "rince_of_rows": spec(mean_over_queries(exp(_R / 2) / 5 - 2 * exp(_P / 2)), name="rince_of_rows"),

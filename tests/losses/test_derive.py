@@ -32,6 +32,7 @@ from infcl_gen.losses.language import (
     mean_over_positives,
     mean_over_queries,
     next_state,
+    of_positive,
     positive,
     positives_of_query,
     queries,
@@ -193,6 +194,7 @@ def test_small_shares_keep_their_digits() -> None:
 
 
 NT_XENT = similarity("query", "query")
+OF_OTHERS = logsumexp_over_keys(scale * NT_XENT, where=1 - is_self)
 MARGIN = scale * (z - is_positive / 5)
 NO_MARGIN = (
     "^loss mine: a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
@@ -469,6 +471,42 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) + logsumexp_over_negatives(2 * z))),
         "exactly one logit",
     ),
+    "partners of many positives": (
+        spec(mean_over_queries(OF_OTHERS + of_positive(OF_OTHERS) - mean_over_positives(scale * NT_XENT)), "id"),
+        "of_positive needs positives='label'",
+    ),
+    "partners with weights": (
+        spec(mean_over_queries(query_weight * softplus(OF_OTHERS - of_positive(OF_OTHERS)))),
+        "query_weight has no kernel yet beside of_positive",
+    ),
+    "partners with negatives": (
+        spec(mean_over_queries(of_positive(OF_OTHERS) + OF_OTHERS - logsumexp_over_negatives(scale * NT_XENT))),
+        "logsumexp_over_negatives has no kernel yet beside of_positive",
+    ),
+    "partners alone": (
+        spec(mean_over_queries(of_positive(OF_OTHERS) - positive(scale * NT_XENT))),
+        "where the row's own log-sum-exp is not: write that one",
+    ),
+    "partners of two logits": (
+        spec(
+            mean_over_queries(
+                softplus(logsumexp_over_keys(2 * scale * NT_XENT, 1 - is_self) - OF_OTHERS) * of_positive(OF_OTHERS)
+            )
+        ),
+        "of_positive has no kernel yet beside two log-sum-exps",
+    ),
+    "the positive of the positive": (
+        spec(mean_over_queries(OF_OTHERS - of_positive(positive(scale * NT_XENT)))),
+        "of_positive is of logsumexp_over_keys alone",
+    ),
+    "the margin of a partner": (
+        spec(
+            mean_over_queries(
+                OF_OTHERS - of_positive(logsumexp_over_keys(scale * (NT_XENT - is_positive / 5), 1 - is_self))
+            )
+        ),
+        "a logit with is_positive has no kernel yet in of_positive",
+    ),
     "four_blocks": (
         spec(
             mean_over_queries(
@@ -613,6 +651,11 @@ OFFERED = {  # refused, and what the message says to write instead
         mean_over_queries(query_scale * (logsumexp_over_keys(X) - positive(X))), "query_weight multiplies terms",
         mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))),
     ),
+    "partners of two sides": (
+        mean_over_queries(softplus(logsumexp_over_keys(X) - of_positive(logsumexp_over_keys(X))) - positive(X)),
+        r"for rows in pairs: write similarity\('query', 'query'\) of both sides in one tensor",
+        mean_over_queries(softplus(OF_OTHERS - of_positive(OF_OTHERS)) - positive(scale * NT_XENT)),
+    ),
     "a number beside means": (INFONCE_OF(X) + 3, "3 stands outside", INFONCE_OF(X) + mean_over_queries(3)),
     "smoothing by a weight": (
         mean_over_queries(query_weight * (logsumexp_over_keys(X) - mean_of_keys(X))), "take it out of",
@@ -730,6 +773,8 @@ def test_a_spec_validates_its_fields(arguments: tuple, message: str) -> None:
 
 def test_opaque_functions_know_their_derivatives() -> None:
     assert logsumexp_over_keys(x).diff(x) == exp(x - logsumexp_over_keys(x))
+    with pytest.raises(LossError, match="has no slope of one pair: it changes with the pairs of another row"):
+        of_positive(logsumexp_over_keys(x)).diff(x)
     assert softplus(2 * x).diff(x) == 2 * sigmoid(2 * x)
     point = {x: 0.7}
     slope = sigmoid(x).diff(x).subs(point).replace(sigmoid, lambda u: 1 / (1 + exp(-u)))

@@ -43,6 +43,14 @@ EXPECTED = {
         strips=2,
         domain="triangle",
     ),
+    "four_block": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_positive"),
+        key_statistics=NONE,
+        positives="label",
+        combined=True,
+        held=19,
+        domain="triangle",
+    ),
     "supcon_out": Traits(
         query_statistics=("logsumexp", "mean_over_positives"),
         key_statistics=NONE,

@@ -25,7 +25,8 @@ ROWS, DIM, HARD = 48, 32, 2  # rows of a rank, and hard negatives of a query
 ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}
 SETTINGS = {  # scale and bias
     "siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0), "ntxent": (10.0, 0.0),
-    "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0), "supcon_out": (10.0, 0.0), "infonce_out": (10.0, 0.0),
+    "four_block": (20.0, 0.0), "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0), "supcon_out": (10.0, 0.0),
+    "infonce_out": (10.0, 0.0),
 }  # fmt: skip
 IDS = 12  # distinct ids in a batch of a loss that leaves out pairs of one id
 TIMEOUT_S = 300.0
@@ -197,6 +198,15 @@ def _of_views(given: Given) -> Any:
     return ContrastiveLoss("ntxent")(torch.cat(given.unit), None, given.scale)
 
 
+def _of_documents(given: Given) -> Any:
+    """Queries and documents as rows of one tensor."""
+    import torch
+
+    from infcl_gen import ContrastiveLoss
+
+    return ContrastiveLoss("four_block")(torch.cat(given.unit), None, given.scale)
+
+
 def _decoupled(given: Given) -> Any:
     """Rows of both views as queries and as keys: by its id a row is not its own key."""
     import torch
@@ -218,6 +228,9 @@ def _both_directions(given: Given) -> Any:
 
 
 _BOTH = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+_FOUR = {
+    "directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "partition_mode": "joint"
+}  # fmt: skip
 _METRIC = ("pytorch-metric-learning", "pytorch_metric_learning.losses")
 _RANKING = ("sentence-transformers", "sentence_transformers.losses")
 COMPARISONS = (
@@ -252,6 +265,10 @@ COMPARISONS = (
     Comparison(
         *_RANKING, 'MultipleNegativesRankingLoss(directions=both, partition_mode="per_direction")', "infonce",
         partial(_sentence_transformers, **_BOTH), hard=True, learned=False, ours=_both_directions,
+    ),
+    Comparison(
+        *_RANKING, 'MultipleNegativesRankingLoss(directions=four, partition_mode="joint")', "four_block",
+        partial(_sentence_transformers, **_FOUR), learned=False, ours=_of_documents,
     ),
     *(
         Comparison(*_METRIC, f"{name}()", "ntxent", partial(_metric_learning, name=name), learned=False, ours=_of_views)

@@ -172,7 +172,10 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
     `criterion` of the authors' code of arXiv 2010.04592 with beta = 1, likewise. "weighed_of_rows" has the sum of e^x
     and that of e^(x / 3), of all other rows. "rince_of_rows" has
     the square roots of the sum and of the positive; "margin_of_rows" is ntxent with 0.3 taken from each positive.
-    "capped_of_rows" caps the logits of negatives at 20, and takes the positive's similarity as it is.
+    "capped_of_rows" caps the logits of negatives at 20, and takes the positive's similarity as it is. "four_block" is
+    the partition function of arXiv 2308.03281 over samples, with all its terms as they are printed; labels say which
+    rows are pairs. "weighed_by_partner" weighs each row's softplus by how wrong the other row of its pair is, and adds
+    a quarter of that row's.
     """
     count, rows = len(z), torch.arange(len(z), device=z.device)
     own = rows.roll(count // 2) if labels is None else labels
@@ -185,6 +188,18 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
         return (others.logsumexp(1) - p).mean()
     if name == "dcl":
         return (negatives.logsumexp(1) - p).mean()
+    if name == "four_block":
+        query, document = rows[rows < own], own[rows < own]
+        of_both, of_queries, of_documents = x[query][:, document], x[query][:, query], x[document][:, document]
+        itself = torch.eye(len(query), dtype=torch.bool, device=z.device)
+        blocks = (
+            of_both, of_queries.masked_fill(itself, -torch.inf), of_both.T, of_documents.masked_fill(itself, -torch.inf)
+        )  # fmt: skip
+        return (torch.cat(blocks, 1).logsumexp(1) - of_both.diagonal()).mean()
+    if name == "weighed_by_partner":
+        wrong = negatives.logsumexp(1) - p
+        cost = torch.nn.functional.softplus(wrong, threshold=100)
+        return (torch.sigmoid(wrong[own]) * cost + cost[own] / 4).mean()
     if name == "weighed_of_rows":
         of_all = (others / 3).exp().sum(1).sqrt() / 2
         return (others.logsumexp(1) + of_all - 3 * p).mean()

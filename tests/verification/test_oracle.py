@@ -19,7 +19,8 @@ SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled", "weighted", 
 
 def drawn(name: str, case: Case) -> oracle.Inputs:
     traits = derive(SPECS[name]).traits
-    return tensors(case, traits.positives, "cpu", traits.ids, traits.triangle, traits.vectors, traits.guided)
+    given = (traits.ids, traits.triangle, traits.vectors, traits.guided, traits.partnered)
+    return tensors(case, traits.positives, "cpu", *given)
 
 
 def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None:

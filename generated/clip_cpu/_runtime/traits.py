@@ -20,7 +20,8 @@ class Traits:
     """The traits of a loss; the default is that of CLIP.
 
     query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"; beside it
-                      "logsumexp_of_multiple", where the logits are multiplied by a constant; or of its positives alone,
+                      "logsumexp_of_multiple", where the logits are multiplied by a constant, or
+                      "logsumexp_of_positive", that of the row that is its positive; or of its positives alone,
                       of which there may be any number, "mean_over_positives" or "logsumexp_over_positives"; with one
                       of these they are counted, and a query without adds nothing; or "mean_by_guide", its mean by the
                       softmax of a second similarity, a guide's
@@ -142,6 +143,11 @@ class Traits:
     def second(self) -> bool:
         """Whether a query's term has a second log-sum-exp, over the same pairs, of a multiple of their logits."""
         return "logsumexp_of_multiple" in self.query_statistics
+
+    @property
+    def partnered(self) -> bool:
+        """Whether a row's term has the log-sum-exp of its positive: each is the positive of the other, on one rank."""
+        return "logsumexp_of_positive" in self.query_statistics
 
     @property
     def guide(self) -> bool:

@@ -196,7 +196,8 @@ class Block(NamedTuple):
                         the positive; a last one, of g by z, where the logit is not affine. With `Traits.several`: sum
                         of positives' logits, number of positives; of a log-sum-exp mantissa, number, and last exponent.
                         After `combine` first g of each positive, or that mantissa over the slope; the exponent stays.
-                        With `Traits.second` the last two are the second log-sum-exp of each query
+                        With `Traits.second` the last two are the second log-sum-exp of each query. With
+                        `Traits.partnered` the fourth and the fifth are first that of its positive
                         By a guide: mantissa and exponent are those of its sum, and a mean of logits is the number
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them, and the next

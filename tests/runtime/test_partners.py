@@ -1,0 +1,175 @@
+"""Losses of one side whose terms have the sum of the other row of a pair, too, on the CPU target."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infcl_gen
+from infcl_gen.losses import BUILTIN_LOSSES
+from infcl_gen.runtime.table import Table
+from infcl_gen.verification.gate import failures, gate, truth_of
+from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.properties import neighbours, tensors
+from infcl_gen.verification.worker import averaged
+from tests.runtime.in_process import World
+from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
+from tests.verification.dense import dense
+
+LOSSES = ("four_block", "weighed_by_partner")
+OWN = Path(__file__).parent.parent / "kernels" / "losses.py"
+
+
+@functools.cache
+def package(loss: str, dtype: str = "fp64") -> ModuleType:
+    """In panels of four rows."""
+    name = loss if loss in BUILTIN_LOSSES else f"{OWN}:{loss}"
+    return in_panels(infcl_gen.load(loss=name, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
+
+
+def as_defined(module: ModuleType, loss: str, rows: int, kind: str, scale: float) -> None:
+    """Loss and all gradients in fp64 are those of the formula by hand."""
+    q, labels = features(rows, "fp64"), labels_of(rows, kind)
+    found, truth = module.loss_and_grads(q, None, scale, -0.5, labels=labels), dense(loss, q, None, scale, -0.5, labels)
+    for name, ours, theirs in zip(truth._fields, found, truth, strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12 + 1e-14 * scale, msg=f"{rows} rows: {name}")
+
+
+@pytest.mark.parametrize("scale", [1e-3, 2.0, 14.3, 1000.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_it_is_the_formula_by_hand(loss: str, scale: float) -> None:
+    for rows, kind in itertools.product((4, 6, 22), ("halves", "pairs")):
+        as_defined(package(loss), loss, rows, kind, scale)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
+    for rows, scale in itertools.product((2, 6, 22), (1e-3, 14.3, 1000.0)):
+        module, labels = package(loss, dtype), labels_of(rows, "pairs")
+        inputs = Inputs(features(rows, dtype), None, scale, -1.0, labels)
+        judged = gate(module.loss_and_grads(*inputs[:4], labels=labels), truth_of(module, inputs))
+        assert not failures(judged), failures(judged)
+    assert package(loss, dtype).selftest()["ok"]
+
+
+def test_a_batch_of_one_pair() -> None:
+    """The paper's Z has the positive twice. Without negatives the other loss is 0."""
+    loss, dq, _, dscale, dbias = package("four_block").loss_and_grads(features(2, "fp64"), None, 14.3, 0.5)
+    assert float(loss) == pytest.approx(math.log(2.0), abs=1e-12)
+    assert not bool(dq.any()) and (float(dscale), float(dbias)) == (0, 0)
+    loss, dq, *_ = package("weighed_by_partner").loss_and_grads(features(2, "fp64"), None, 14.3)
+    assert float(loss) == 0 and not bool(dq.any())
+
+
+SHARDS = ([6, 0, 10], [2, 2], [0, 12], [8, 4, 0, 10])
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_over_ranks(loss: str, transport: str) -> None:
+    """Uneven and empty ranks: the average of their results is that of the formula by hand."""
+    module = package(loss)
+    for shards in SHARDS:
+        world, rows = len(shards), sum(shards)
+        table = Table(transport, 1, world, False, module.ContrastiveLoss._package.table.travelling)
+        q, labels = features(rows, "fp64"), neighbours(rows)
+
+        def job(rank: int, q: Tensor = q, labels: Tensor = labels, shards: list[int] = shards) -> list[Any]:
+            own, named = q.split(shards)[rank], labels.split(shards)[rank]
+            found = module.loss_and_grads(own, None, 3.0, -1.0, labels=named)
+            leaf = own.clone().requires_grad_()
+            (dq,) = torch.autograd.grad(module.contrastive_loss(leaf, None, 3.0, -1.0, labels=named), leaf)
+            assert torch.equal(dq, found[1])
+            return list(found)
+
+        found = averaged(World(module, world, tables={world: table}, seed=rows).run(job))
+        truth = dense(loss, q, None, 3.0, -1.0, labels=labels)
+        for name, ours, theirs in zip(truth._fields, found, truth, strict=True):
+            if theirs is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=f"{shards}: {name}")
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_over_processes(over_processes: Callable[..., None], transport: str) -> None:
+    draw = functools.partial(tensors, positives="label", one_sided=True, partnered=True)
+    for rows in ([2, 4, 6], [6, 0, 4]):
+        over_processes("four_block", transport, rows, draw)
+
+
+ALONE = r"takes pairs of rows of one rank, of which labels\[i\] = j and labels\[j\] = i, but row {} is in none"
+WRONG = {  # labels of four rows on rank 0 and two on rank 1, and the row that is named; which rank's loss is NaN
+    "not mutual": ([1, 2, 3, 2, 5, 4], "0 on rank 0", 0),
+    "of another rank": ([1, 0, 3, 4, 2, 5], "2 on rank 0", 0),
+    "mutual over ranks": ([1, 0, 4, 5, 2, 3], "2 on rank 0", 0),
+    "itself": ([1, 0, 3, 2, 4, 5], "4 on rank 1", 1),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_rows_without_a_partner_are_refused_and_give_nan_where_labels_are_not_looked_at(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank. Labels on a device are looked at once."""
+    labels, row, rank_of_row = WRONG[case]
+    module, shards, q = package("four_block"), [4, 2], features(6, "fp64")
+
+    def refused(rank: int) -> None:
+        with pytest.raises(ValueError, match=ALONE.format(row)):
+            module.contrastive_loss(q.split(shards)[rank], None, labels=torch.tensor(labels).split(shards)[rank])
+
+    World(module, 2).run(refused)
+    monkeypatch.setattr(
+        importlib.import_module(f"{module.__name__}._runtime.agreement"), "_label_range", lambda *_: (0, -1)
+    )
+
+    def unseen(rank: int) -> list[bool]:
+        found = module.loss_and_grads(q.split(shards)[rank], None, labels=torch.tensor(labels).split(shards)[rank])
+        return [bool(found[0].isnan()), bool(found[1].isnan().all())]
+
+    found = World(module, 2).run(unseen)
+    assert found[rank_of_row][0] and found[0][1] and found[1][1]
+
+
+def test_alone_an_odd_number_of_rows_has_no_pairs() -> None:
+    with pytest.raises(ValueError, match=ALONE.format(4)):
+        package("four_block").contrastive_loss(features(5, "fp64"), None, labels=torch.tensor([1, 0, 3, 2, 0]))
+    with pytest.raises(ValueError, match="views of one sample, but there are 5 rows"):
+        package("four_block").contrastive_loss(features(5, "fp64"), None)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    q = features(22, "fp64")
+    q[5, 3] = torch.nan
+    loss, dq, _, dscale, dbias = package("four_block").loss_and_grads(q, None, 14.3)
+    assert loss.isnan() and dscale.isnan() and dbias.isnan() and dq.isnan().all()
+
+
+NOTED, WEIGHTED = "block.queries.{}[at]", "        positive[3, rows] = term\n"
+BUGS = {  # the loss, and what is replaced in its schedule by what
+    "the other row is the next one": ("four_block", "places[rows] - first", "(places[rows] + 2) % 22 - first"),
+    "the sum is that of the row itself": ("four_block", NOTED.format("mantissa"), "block.queries.mantissa[rows]"),
+    "its exponent is that of the row itself": ("four_block", NOTED.format("exponent"), "block.queries.exponent[rows]"),
+    "sums are noted after some have weights": (
+        "weighed_by_partner", WEIGHTED, f"{WEIGHTED}        note_partners_(block)\n"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
+    loss, *edit = BUGS[bug]
+    wrong = in_panels(with_bug(package(loss), bug, *edit))
+    with pytest.raises(AssertionError):
+        as_defined(wrong, loss, 22, "pairs", 2.0)
