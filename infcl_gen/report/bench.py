@@ -48,20 +48,19 @@ def bench_page(document: Mapping[str, Any]) -> Page:
 
 
 def _contestants(rows: Sequence[Row], tones: Mapping[str, str]) -> Section:
-    """Bars of each point, or of the largest batch of each group."""
+    """Bars of each point, or of each group's largest batch, one with several contestants if there is one."""
     points = _grouped([row for row in rows if row["median_ms"]], (*GROUP, "batch", "keys"))
     notes = ["Median milliseconds from an idle device, in parentheses behind other work; peak memory."]
     if len(points) > FEW_POINTS:
-        largest = {key[: len(GROUP)]: key for key in sorted(points, key=lambda key: key[-2:])}
-        notes.append(
-            f"Of {len(points)} sizes the largest of each kind are drawn; the table of all rows has the others."
-        )
+        told = sorted(points, key=lambda key: (len(points[key]) > 1, key[-2:]))
+        largest = {key[: len(GROUP)]: key for key in told}
+        notes.append(f"Of {len(points)} sizes the largest of each kind that contestants share are drawn.")
         points = {key: points[key] for key in points if key in largest.values()}
     figures = []
     for here in points.values():
         first = here[0]
         keys = f" x {first['keys']} keys" * (first["keys"] != first["batch"])
-        words = f"{len(here)} contestants, the fastest first."
+        words = "The fastest first." if len(here) > 1 else "There is no other contestant."
         items = [Bar(_name(row), row["median_ms"], _figures(row), tones[_name(row)]) for row in _fastest_first(here)]
         figures.append(bars(f"B = {first['batch']}{keys}, {_group_text(first)}", words, items))
     return Section("Time by contestant", notes, figures)
