@@ -96,6 +96,14 @@ def _private_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _unsynced_files() -> Iterator[None]:
+    """Nothing waits for the disk: a package is 30 files, of 4 ms each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _private_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measurements take turns through a lock in the folder of temporary files; those of tests need not wait for those
     of other test processes: three minutes were seen."""

@@ -5,7 +5,6 @@ import io
 import logging
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 import infcl_gen
 from infcl_gen import LossSpec, lazy
 from infcl_gen.losses import language
-from infcl_gen.processes import run_ranks
+from infcl_gen.processes import Worker, run_ranks
 from tests import lazy_rank
 
 
@@ -35,6 +34,18 @@ def features(rows: int, dim: int = 16, dtype: torch.dtype = torch.float32, keys:
         torch.nn.functional.normalize(torch.randn(n, dim, generator=generator), dim=1).to(dtype).requires_grad_()
         for n in sizes
     ]
+
+
+def printed_elsewhere(code: str, program: Path) -> str:
+    """What a program prints that is written there, in a process of its own (the fixture `forked`)."""
+    program.write_text(code)
+    log = program.with_suffix(".log")
+    worker = Worker("tests.documents:run_example", [str(program)], log)
+    try:
+        assert worker.answer(120.0) == {"done": True}, log.read_text()
+    finally:
+        worker.kill()
+    return log.read_text()
 
 
 def planned() -> list[int]:
@@ -169,6 +180,7 @@ def test_a_module_is_refused_where_it_is_made() -> None:
             infcl_gen.ContrastiveLoss(**given)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_file_may_make_the_module_of_its_own_loss(tmp_path: Path) -> None:
     """Also where that is not kept from who reads the file for its loss."""
     lines = (
@@ -177,11 +189,10 @@ def test_a_file_may_make_the_module_of_its_own_loss(tmp_path: Path) -> None:
         "criterion = infcl_gen.ContrastiveLoss(f'{__file__}:own')", "if __name__ == '__main__':",
         "    print(criterion(torch.ones(4, 8), torch.ones(4, 8), 1.0).exp().item())",
     )  # fmt: skip
-    (tmp_path / "train.py").write_text("\n".join(lines))
-    done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=False)
-    assert float(done.stdout or 0) == pytest.approx(4), done.stderr
+    assert float(printed_elsewhere("\n".join(lines), tmp_path / "train.py")) == pytest.approx(4)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_loss_is_given_itself(tmp_path: Path) -> None:
     """Planted: a LossSpec in the fields by which compiled code is guarded."""
     q, k = features(7)
@@ -198,12 +209,10 @@ def test_a_loss_is_given_itself(tmp_path: Path) -> None:
     (tmp_path / "criterion").write_bytes(pickle.dumps(infcl_gen.ContrastiveLoss(own_loss(3.0))))
     torch.save((q, k), tmp_path / "features")
     code = (
-        "import pickle, sys, torch; q, k = torch.load(sys.argv[1] + '/features')\n"
-        "print(pickle.load(open(sys.argv[1] + '/criterion', 'rb'))(q, k, 5.0).item())"
+        f"import pickle, torch; q, k = torch.load({str(tmp_path / 'features')!r})\n"
+        f"print(pickle.load(open({str(tmp_path / 'criterion')!r}, 'rb'))(q, k, 5.0).item())"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert float(printed) == pytest.approx(value(expected), rel=1e-5)
+    assert float(printed_elsewhere(code, tmp_path / "program.py")) == pytest.approx(value(expected), rel=1e-5)
 
 
 def test_a_formula_that_is_too_long_to_be_written_is_refused() -> None:
@@ -399,12 +408,12 @@ def test_modules_are_copied_and_pickled() -> None:
     assert [value(other(q, k, 10.0)) for other in copies] == [expected] * 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_loaded_module_unpickles_in_another_process(tmp_path: Path) -> None:
     package = infcl_gen.load(batch_size=8, dim=16, dtype="fp32", target="cpu")
     (tmp_path / "criterion").write_bytes(pickle.dumps(package.ContrastiveLoss(grad_sync="sum")))
-    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).options.grad_sync)"
-    command = [sys.executable, "-c", code, str(tmp_path / "criterion")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "sum\n"
+    code = f"import pickle; print(pickle.load(open({str(tmp_path / 'criterion')!r}, 'rb')).options.grad_sync)"
+    assert printed_elsewhere(code, tmp_path / "program.py") == "sum\n"
 
 
 @pytest.mark.usefixtures("forked")

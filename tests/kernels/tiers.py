@@ -2,7 +2,7 @@
 
 The nightly tier alone draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
 and runs every ragged size of `panel` and `fused` between guard bands; CI runs every one of `fused` on one of its sides,
-and those around the edges of tiles of the others.
+and those around the edges of tiles of the others, and of the CPU target.
 It compiles every kernel ahead of time (2 minutes); CI those of which tests/compiled.json does not know what they take.
 It judges the legality of all that the tuner proposes; CI judges a third.
 It takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,

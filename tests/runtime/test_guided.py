@@ -143,7 +143,7 @@ def test_ways_of_calling_agree() -> None:
     assert torch.equal(loss, module.ContrastiveLoss()(*given[:4], **given.given))
     torch.testing.assert_close(loss, infcl_gen.ContrastiveLoss("distill")(*given[:4], **given.given))
     strided = {name: torch.stack([x, x], 2)[:, :, 0] for name, x in given.given.items() if x is not None}
-    assert torch.equal(loss, module.contrastive_loss(*given[:4], **strided))
+    torch.testing.assert_close(loss, module.contrastive_loss(*given[:4], **strided))  # of another kernel of BLAS
     leaf = given.q.clone().requires_grad_()
     run = torch.compile(
         lambda x: module.contrastive_loss(x, *given[1:4], **given.given), backend="aot_eager", fullgraph=True

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from infcl_gen.emission import import_package
 from tests.kernels.planted import Edit
@@ -137,6 +136,8 @@ def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_the_operators_is_noticed(planted: Callable[..., str], bug: str) -> None:
+    from torch.testing._internal.optests.generate_tests import OpCheckError  # imported in 1.3 s
+
     check, edit = BUGS[bug]
     package = importlib.import_module(planted(bug, "clip", (edit,), dtype="bf16"))
     with pytest.raises((AssertionError, OpCheckError)):
