@@ -80,6 +80,7 @@ def main(pipe: Connection, folder: Path) -> None:
     accelerate()
     os.fsync = lambda handle: None  # as in the process that runs the tests
     gc.freeze()  # what was imported: a collection took 0.3 s
+    gc.set_threshold(50_000)
     while True:
         try:
             how, check, arguments = pipe.recv()

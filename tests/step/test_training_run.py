@@ -30,6 +30,7 @@ def test_losses_of_300_steps_are_equal_in_fp64(digits: Any) -> None:
     assert right == right_of_whole
 
 
+@pytest.mark.long
 def test_accuracy_in_fp32_is_within_the_spread_of_seeds(digits: Any) -> None:
     of_whole = [digits.train(batch_size=256, micro_batch=0, seed=seed)[1] for seed in range(3)]
     right = digits.train(batch_size=256, micro_batch=64, seed=0)[1]

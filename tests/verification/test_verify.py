@@ -216,7 +216,7 @@ def test_numbers_are_compared_at_the_planned_size(
 
 
 def test_numbers_of_a_large_planned_size_are_not_compared(tmp_path: Path) -> None:
-    folder = infcl_gen.generate(output=tmp_path / "p", batch_size="32k", dim=16, dtype="fp32", target="cpu")
+    folder = infcl_gen.generate(output=tmp_path / "p", batch_size="8k", dim=16, dtype="fp32", target="cpu")
     assert [row["check"] for row in verify.run("memory", folder, "cpu")] == ["memory"]
 
 
