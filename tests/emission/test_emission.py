@@ -59,12 +59,17 @@ def code_of(files: dict[str, str]) -> str:
     return "\n".join(trees)
 
 
+@pytest.fixture(scope="module")
+def plain_code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("plain") / "plain.py"
+    file.write_text(LOSS_FILE.format(doc="plain"))
+    return code_of(build(make_problem(**SMALL, loss=f"{file}:mine")))
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_code: str, text: str) -> None:
     """As the doc of a loss and in the path of its file: refused with one clear line, or a literal and nothing else."""
     monkeypatch.chdir(tmp_path)
-    Path("plain.py").write_text(LOSS_FILE.format(doc="plain"))
-    plain = build(make_problem(**SMALL, loss="plain.py:mine"))
     Path("doc.py").write_text(LOSS_FILE.format(doc=text))
     named = re.sub("[/\0]", "_", text)[:60] + ".py"
     Path(named).write_text(LOSS_FILE.format(doc="plain"))
@@ -74,7 +79,7 @@ def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         except InputError as error:
             assert "\n" not in str(error)
             continue
-        assert code_of(files) == code_of(plain)
+        assert code_of(files) == plain_code
         written = write_package(files, tmp_path / "package", force=True)
         spec = read_package(written).spec
         assert spec["problem"]["loss"] == spec["loss"]["name"] == "mine"
