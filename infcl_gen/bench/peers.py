@@ -172,20 +172,25 @@ def _siglip_plus(inputs: Inputs) -> LossFunction:
 
 def _sentence_transformers(inputs: Inputs) -> LossFunction:
     """`MultipleNegativesRankingLoss(model, scale, similarity_fct=dot_score)` of embeddings under autocast, for both
-    directions with `partition_mode="per_direction"`: no gradient of the scale."""
+    directions with `partition_mode="per_direction"`, for all four of rows in pairs in one softmax: no gradient of the
+    scale."""
     from sentence_transformers.losses import MultipleNegativesRankingLoss
     from sentence_transformers.util import dot_score
 
-    queries, keys = len(inputs.q), len(inputs.k)
+    q, k = inputs.q.chunk(2) if inputs.k is None else (inputs.q, inputs.k)
+    queries, keys = len(q), len(k)
     if keys < queries:
         raise ValueError(f"N = {keys} keys for B = {queries} queries: it takes a positive of its own for each query")
-    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-    options = both if inputs.directions == 2 else {}
+    both, options = ("query_to_doc", "doc_to_query"), dict[str, Any]()
+    if inputs.k is None:
+        options = {"directions": (*both, "query_to_query", "doc_to_doc"), "partition_mode": "joint"}
+    elif inputs.directions == 2:
+        options = {"directions": both, "partition_mode": "per_direction"}
     criterion = MultipleNegativesRankingLoss(
         torch.nn.Identity(), scale=inputs.scale.item(), similarity_fct=dot_score, **options
     )
-    documents = [part for part in (inputs.k[:queries], inputs.k[queries:]) if len(part)]
-    return _under_autocast(inputs, lambda: criterion.compute_loss_from_embeddings([inputs.q, *documents], None))
+    documents = [part for part in (k[:queries], k[queries:]) if len(part)]
+    return _under_autocast(inputs, lambda: criterion.compute_loss_from_embeddings([q, *documents], None))
 
 
 def _inf_cl(inputs: Inputs) -> LossFunction:
@@ -268,6 +273,21 @@ def _simclr(inputs: Inputs, compiled: bool = False) -> LossFunction:
         itself = torch.eye(len(inputs.q), dtype=torch.bool, device=inputs.q.device)
         x = (inputs.scale * inputs.q @ inputs.q.T).masked_fill(itself, float("-inf"))
         return cross_entropy(x, inputs.labels)
+
+    return _under_autocast(inputs, torch.compile(dense, dynamic=False) if compiled else dense)
+
+
+def _four_blocks(inputs: Inputs, compiled: bool = False) -> LossFunction:
+    """GTE's loss of rows in pairs written out: a product, its diagonal filled, and the log-sum-exps of both rows of a
+    pair, under autocast; `compiled` by `torch.compile` for static shapes."""
+
+    def dense() -> Any:
+        itself = torch.eye(len(inputs.q), dtype=torch.bool, device=inputs.q.device)
+        x = inputs.scale * inputs.q @ inputs.q.T
+        x = x.to(torch.promote_types(x.dtype, torch.float32)).masked_fill(itself, float("-inf"))
+        r = x.logsumexp(1)
+        p = x.gather(1, inputs.labels[:, None])[:, 0]
+        return (torch.logaddexp(r, r[inputs.labels]) - p).mean()
 
     return _under_autocast(inputs, torch.compile(dense, dynamic=False) if compiled else dense)
 
@@ -356,7 +376,13 @@ _PEERS = (
     Peer("liger-kernel", _liger, *_LIGER),
     Peer("liger-kernel-fp32-sums", partial(_liger, accum_dtype=torch.float32), *_LIGER),
     Peer("liger-kernel-cute", _liger_cute, *_LIGER_CUTE),
-    Peer("sentence-transformers", _sentence_transformers, *_SENTENCE_TRANSFORMERS),
+    Peer(
+        "sentence-transformers",
+        _sentence_transformers,
+        *_SENTENCE_TRANSFORMERS,
+        None,
+        ("clip", "infonce", "four_block"),
+    ),
     Peer("quack", _quack, "quack-kernels", "quack"),
     Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
     Peer("open_clip-siglip", _open_clip_siglip, *_OPEN_CLIP_SIGLIP),
@@ -375,6 +401,8 @@ _PEERS = (
     Peer("torch-simclr-compiled", partial(_simclr, compiled=True), losses=("ntxent",)),
     Peer("lightly", _lightly, "lightly", "lightly", losses=("ntxent",)),
     Peer("pytorch-metric-learning", _metric_learning, *_METRIC_LEARNING, ("ntxent",)),
+    Peer("torch-four-blocks", _four_blocks, losses=("four_block",)),
+    Peer("torch-four-blocks-compiled", partial(_four_blocks, compiled=True), losses=("four_block",)),
     Peer("torch-supcon", _supcon, losses=("supcon_out",)),
     Peer("torch-supcon-compiled", partial(_supcon, compiled=True), losses=("supcon_out",)),
     Peer(

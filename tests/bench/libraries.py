@@ -166,6 +166,10 @@ class MultipleNegativesRankingLoss(torch.nn.Module):
         does()
         queries, documents = embeddings[0], embeddings[1:]
         x = self.scale * self.similarity(queries, torch.cat(documents))
+        if len(self.directions) == 4:
+            itself = torch.eye(len(x), dtype=torch.bool)
+            alike = [(self.scale * self.similarity(e, e)).masked_fill(itself, -torch.inf) for e in embeddings]
+            return (torch.cat((x, x.T, *alike), 1).logsumexp(1) - x.diagonal()).mean()
         own, cross_entropy = torch.arange(len(x)), torch.nn.functional.cross_entropy
         found = [cross_entropy(x if name == "query_to_doc" else x.T, own) for name in self.directions]
         return sum(found) / len(found)

@@ -65,7 +65,10 @@ def enter(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Inputs, 
     monkeypatch.setitem(PEERS, name, Peer(name, prepare))
 
 
-PLAIN = ("torch", "torch-autocast", "torch-checkpoint", "torch-linear-cross-entropy", "torch-simclr", "torch-supcon")
+PLAIN = (
+    "torch", "torch-autocast", "torch-checkpoint", "torch-linear-cross-entropy", "torch-simclr", "torch-supcon",
+    "torch-four-blocks",
+)  # fmt: skip
 LIBRARIES = (
     "pytorch-metric-learning",
     "pytorch-metric-learning-supcon",
@@ -91,6 +94,7 @@ COMPUTED_BY = {
     "siglip": 3,
     "siglip_multi": 1,
     "ntxent": 2,
+    "four_block": 2,
     "supcon_out": 2,
     "infonce_out": 1,
 }  # peers, where torch has its own
@@ -114,7 +118,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "loss",
     ["clip", "infonce", "infonce with fewer keys", "siglip", "siglip_multi", "siglip_multi with fewer keys", "ntxent",
-     "supcon_out", "infonce_out"],
+     "four_block", "supcon_out", "infonce_out"],
 )  # fmt: skip
 def test_every_peer_computes_the_package_s_loss(loss: str, libraries: Path, tmp_path: Path) -> None:
     """In fp64, so that halves, directions, labels and the scale's gradient have nowhere to hide."""
@@ -135,7 +139,7 @@ def test_every_peer_computes_the_package_s_loss(loss: str, libraries: Path, tmp_
         unknown = who in WITHOUT_SCALE and row["err"]["dscale"] is None
         found = {key: value for key, value in row["err"].items() if not (unknown and key == "dscale")}
         assert set(row["err"]) == {"loss", "dq", "dk", "dscale"}
-        if name in ("ntxent", "supcon_out"):
+        if name in ("ntxent", "four_block", "supcon_out"):
             assert found.pop("dk") is None  # a call has one side
         assert all(value is not None and value < 1e-10 for value in found.values()), row
     assert all(rows[who]["err"]["dscale"] is None for who in WITHOUT_SCALE if who in rows and rows[who]["err"])
