@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "91e38e85a6885d8eb21b9820a2eff91f3b8a6bae3ad82a7f8912ce99f482db01",
+    "digest": "db5459ad3e717d2d21ad1621585880182985b21e3acaf45b9fa0ab96f70645c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

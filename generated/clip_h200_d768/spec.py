@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4558657a15f5faea30fd35186315b089881e1d83befea97b14f2676de7776a18",
+    "digest": "c68c01ce6392cdf4373804d63c88071bb766b3e9c0aeb40350414276951a220e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

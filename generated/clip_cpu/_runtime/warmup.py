@@ -33,8 +33,7 @@ def warm_up(package: Package, call: Call, gradients: int) -> None:
 
     Raises what compiling raises.
     """
-    gradients &= ALL
-    gradients |= SCALARS if gradients & SCALARS else 0  # one kernel computes both
+    gradients = gradients & ALL | SCALARS * bool(gradients & SCALARS)  # one kernel computes both scalars
     place = package.digest, call.q.device, gradients
     if place in _done or not call.q.is_cuda or not (len(call.q) and len(call.k)) or replay.capturing(call.q.device):
         return
@@ -77,22 +76,23 @@ def key_functions(module: dict[str, Any]) -> None:
 
 
 def _compile(launches: list[launch.Launch], device: torch.device) -> None:
-    """One thread for each kernel: Triton's tables of a kernel are not made for several."""
+    """One thread for each kernel with its constants. One for all branches of a kernel takes 1.8 s longer for ntxent."""
     from triton.runtime import driver
 
-    driver.active.get_current_device()  # begins Triton's driver, which several threads must not do at once
-    kernels: dict[int, list[launch.Launch]] = {}
+    here = driver.active.get_current_device()  # begins Triton's driver, which several threads must not do at once
+    variants: dict[tuple[Any, ...], list[launch.Launch]] = {}
     for each in launches:
-        kernels.setdefault(id(each.kernel), []).append(each)
+        each.kernel.device_caches[here]  # the kernel's tables, of which two threads would make two
+        variants.setdefault((id(each.kernel), *(x for x in each.given.items() if x[0].isupper())), []).append(each)
 
-    def compile_all(of_kernel: list[launch.Launch]) -> None:
+    def compile_all(of_variant: list[launch.Launch]) -> None:
         with torch.cuda.device(device):
-            for kernel, grid, given in of_kernel:
+            for kernel, grid, given in of_variant:
                 # `run` builds the launcher with a C compiler (0.4 s) and loads the kernel.
                 _ = kernel.warmup(grid=grid, **given).run
 
     for module in {id(each.kernel.fn.__globals__): each.kernel.fn.__globals__ for each in launches}.values():
         key_functions(module)
-    _LOG.info("compiling or loading %d kernels for %s", len(kernels), device)
+    _LOG.info("compiling or loading %d variants of kernels for %s", len(variants), device)
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(compile_all, kernels.values()))
+        list(pool.map(compile_all, variants.values()))
