@@ -206,6 +206,7 @@ def section(spec: LossSpec) -> str:
         for side, found in (("query", traits.query_statistics), ("key", traits.key_statistics))
         for kind in found
     ]
+    reduced += ["log-sum-exp over the positives of all queries"] * bool(traits.pooled)
     keys = "as many as queries" if traits.paired else "any number"
     planned = plans(spec)
     by_rows = any(plan.strategy == "rows" for plan in planned)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "db5459ad3e717d2d21ad1621585880182985b21e3acaf45b9fa0ab96f70645c6",
+    "digest": "7278f445f7f19aeb4c160240c1c5817ea683973cb30b05777f21e1ac6a83f58f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c68c01ce6392cdf4373804d63c88071bb766b3e9c0aeb40350414276951a220e",
+    "digest": "a8d71b17f2fc82dd18b43445d4b0b7748eb5007dfdbed5f241e775e53833c292",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -44,6 +44,9 @@ _NO_WEIGHT = (
 )
 _ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them{}"
 OF_STATE = ", its state the next one"
+_POOLED_NUMBERS = """\
+pooled = tl.load(pooled_ptr)  # of all queries, in fp64
+pooled_slope = tl.load(pooled_ptr + 1)"""
 _ABOUT_KEPT_Z = "kept_z          z of the positive, whose row has a term of it in its own sum"
 _ABOUT_PARTNER = "partner_exponent, partner_mantissa   from `partners`; query_terms and kept_z may overwrite them"
 _R_OF_PARTNER = """\
@@ -409,6 +412,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "about_partner": _ABOUT_PARTNER if plan.traits.partnered else ABSENT,
         "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
+        "pooled_numbers": _POOLED_NUMBERS if plan.traits.pooled else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
         "statements_of_rows": "\n".join(statements),
         "of_functions": any(f"{name}(" in code for code in statements for name in ("softplus", "sigmoid")),

@@ -26,7 +26,7 @@ _ALL = {
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
     "guide_queries": "block.guide_queries", "guide_keys": "block.guide_keys",
     "guide_sum": "block.positive[0]", "guided": "block.positive[1]", "guide_exponent": "block.positive[4]",
-    "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
+    "pooled_ptr": "pooled", "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
     "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",

@@ -14,8 +14,8 @@ from typing import Any
 from infcl_gen.emission.kernel_context import OF_STATE, gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
-from infcl_gen.emission.render import ABSENT, File
-from infcl_gen.emission.schedule_context import ABOUT_MEAN, ABOUT_SLOPES, schedule_context
+from infcl_gen.emission.render import ABSENT, File, wrapped
+from infcl_gen.emission.schedule_context import ABOUT_MEAN, ABOUT_POOLED, ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.inputs.text import prefixes_text
@@ -179,6 +179,9 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "sums_of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",
         **_torch_vectors(traits),
+        "and_pooled": ", pooled: Tensor" * bool(traits.pooled),
+        "about_pooled": ABOUT_POOLED if traits.pooled else ABSENT,
+        "whole_sums": "SUMS_LACK_SHIFT = False  # statistics are of whole logits" if traits.pooled else ABSENT,
         "and_mean": " *, mean: Tensor," * traits.means,
         "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
@@ -199,7 +202,9 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "positive_parts": plan.positive_parts,
         "about_slopes": ABOUT_SLOPES[traits.combined],
-        "with_numbers_of_rows": "".join(f", {numbers[name]}" for name in derivation.of_rows),
+        "parts_of_queries": wrapped(
+            "formulas.of_queries(", ["r", "p", *(numbers[name] for name in derivation.of_rows)], ")", 104, 12
+        ),
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
@@ -216,7 +221,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
-    "r2": "r2", "rp": "log(view(positive[3:, rows]))",
+    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "pooled": "pooled[0]", "pooled_slope": "pooled[1]",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""

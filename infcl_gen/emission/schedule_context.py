@@ -17,6 +17,8 @@ from infcl_gen.planning.planner import Plan
 
 # What the gradients of scale and bias take besides products of features.
 ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "what queries add to them (2, M)")
+ABOUT_POOLED = """\
+pooled (2,), fp64: over the positives of all queries the log-sum-exp, and the sum of the terms' slopes by it."""
 ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the mean of all logits."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
@@ -80,6 +82,8 @@ def schedule_context(
         "ids_of_backward": _SORTED_IDS.format("PANEL_ROWS, PANEL_KEYS") if plan.traits.sorted_ids else ABSENT,
         "unless_it_has_positives": ABSENT if plan.traits.sorted_ids else _UNLESS_IT_HAS_POSITIVES,
         "combined": plan.traits.combined,
+        "and_pooled": ", pooled" * bool(plan.traits.pooled),
+        "about_pooled": f"\n\n    {ABOUT_POOLED}\n    " if plan.traits.pooled else "",
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
         "read_for_positives": _WITH_FEATURES
         if plan.traits.sorted_ids
@@ -182,6 +186,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
             "of each query's positive: z, and the references of its sums" + "; then what `combine` leaves" * combined,
             not plan.traits.at_once,
         ),
+        ("SUMS_LACK_SHIFT", True, "statistics are of what a logit has by z, and nothing else", plan.traits.pooled > 0),
         ("FORWARD_ROWS", plan.forward_rows, "forward panel", True),
         ("FORWARD_KEYS", plan.forward_keys, "of the same", True),
         ("PANEL_ROWS", plan.panel_rows, "backward panel; on one device dq accumulates over this many rows", True),

@@ -91,7 +91,7 @@ def _combining(choice: Choice) -> tuple[Kernel, ...]:
     partner = "partner_exponent partner_mantissa" * choice.traits.partnered
     taken = f"query_exponent query_mantissa {second} {partner} {positive(choice)} {SCALARS} {vectors}"
     left = "positive_g scale_parts bias_parts query_terms" + " kept_z" * choice.traits.triangle
-    combine = arguments(taken, left, "queries all_queries all_keys")
+    combine = arguments(taken, "pooled_ptr" * bool(choice.traits.pooled), left, "queries all_queries all_keys")
     noted = arguments(f"query_exponent query_mantissa labels first_query {partner} queries")
     return (
         *[Kernel("partners", noted)] * choice.traits.partnered,

@@ -12,6 +12,7 @@ from infcl_gen.losses.language import (
     is_self,
     keys,
     log,
+    logsumexp_over_all_positives,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
@@ -238,10 +239,32 @@ For two views of each image, above all in small batches: NT-Xent weighs a row by
 `scale` is 1 / temperature. `bias` changes nothing. The loss may be negative.
 
 A call is that of `ntxent`. In a batch of two rows neither has a negative: the loss is then -inf, as log 0 is.
-Its gradients are those of the positives alone. The weights of DCLW are not part of this loss.""",
+Its gradients are those of the positives alone. `dclw` also weighs positives.""",
 )
 
-_alike, _TAU = scale * similarity("query", "query"), Rational(1, 10)
+_alike, _SIGMA = scale * similarity("query", "query"), Rational(1, 2)
+_near = positive(similarity("query", "query"))
+_weight = 2 - queries * exp(_near / _SIGMA - logsumexp_over_all_positives(_near / _SIGMA))
+
+DCLW = LossSpec(
+    name="dclw",
+    formula=mean_over_queries(logsumexp_over_keys(_alike, where=_others) - _weight * scale * _near),
+    positives="label",
+    doc="Decoupled contrastive loss whose positives have weights: the less alike the two views are, the more.",
+    source="Yeh et al., arXiv 2110.06848, equation 6 with the weights of DCLW for sigma = 0.5, and a mean over rows",
+    use="""\
+For two views of each image: `dcl` with more to learn from positives that are still far from each other.
+The weight of a row is 2 - e^(z / sigma) / the mean of e^(z / sigma), z the similarity to its positive.
+The mean is over the rows of all ranks. Weights are at most 2, their mean is 1, and some may be negative.
+They are functions of the features, and have gradients.
+The weights of lightly's `DCLWLoss` are constants, and their mean is over the rows of a rank.
+
+`scale` is 1 / temperature. `bias` has no part in it. A call is that of `ntxent`.
+Features have norm 1. A loss of one's own with another sigma is short.
+In a batch of two rows neither has a negative: the loss is then -inf, as that of `dcl` is.""",
+)
+
+_TAU = Rational(1, 10)
 _p, _s = positive(_alike), logsumexp_over_keys(_alike, where=_others)
 _count = maximum(queries - 2, 0)
 # tau_plus N e^p over S. Below -40 it is beyond 1 for any N, and e^40 leaves no dtype.
@@ -368,6 +391,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         NTXENT,
         FOUR_BLOCK,
         DCL,
+        DCLW,
         DEBIASED,
         HARD_NEGATIVE,
         SUPCON_OUT,

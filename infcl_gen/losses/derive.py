@@ -15,6 +15,11 @@ i, with r and rp exchanged.
 
 A second log-sum-exp r2_i, of c * x_ij for a constant c, adds a2_i * exp(c * x_ij - r2_i) with a2_i = c * dF/dr2.
 
+One number of the whole batch, E = log sum_i exp(e_i) of functions e_i of the positives, changes all terms:
+dL/de_i = 1/M * S * exp(e_i - E), S = sum_k dF_k/dE. Slopes of F by what e depends on are then those of
+F + S * exp(e - E) with constants E and S. Where e depends on similarities, `pooled_slope` is S over the factor that the
+gradients of all pairs have, by which these slopes are divided: scale may be 0.
+
 With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile computes that part. The logit is
 affine: it adds slope * a * (mean of all k) to M * dq_i, and slope * a/N * (sum of all q) to M * dk_j.
 
@@ -59,6 +64,8 @@ from infcl_gen.losses.printers import (
     m,
     next_state,
     p,
+    pooled,
+    pooled_slope,
     positive_z,
     r,
     r2,
@@ -193,17 +200,46 @@ class Derivation:
     @functools.cached_property
     def of_rows(self) -> tuple[str, ...]:
         """What functions of a query depend on besides r and p, in a fixed order."""
-        expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part, *self.vector_slopes)
+        slopes = (self.positive_slope, self.through_z, self.scale_part, self.bias_part, *self.vector_slopes)
+        expressions = (self.query_term, *slopes, *(self.of_pooled or ()))
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
         numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2, rp)
-        known = (*numbers, *self.form.vectors.values())
+        known = (*numbers, pooled, pooled_slope, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
+
+    @property
+    def of_pooled(self) -> tuple[Expr, Expr] | None:
+        """e of the module docstring, and a query's part of `pooled_slope`; None of a loss without them."""
+        if self.form.pooled is None:
+            return None
+        slope = diff(self.query_term.xreplace(self._whole), pooled)
+        return self.form.pooled, _by_term(slope, self.factor_of_pooled)
+
+    @property
+    def factor_of_pooled(self) -> Expr:
+        """What `pooled_slope` lacks to be S of the module docstring."""
+        return _factor_of_pooled(self.form)
+
+    @property
+    def _whole(self) -> dict[Expr, Expr]:
+        """What stands for the next state of a query in generated code."""
+        return {} if self.form.next_state is None else {next_state: language.detach(self.form.next_state)}
+
+    @property
+    def _pooled(self) -> int:
+        """`Traits.pooled`: z, r and p, the parts of r, queries' own numbers, and temporaries of an expression, or of
+        the log-sum-exp."""
+        if self.of_pooled is None:
+            return 0
+        names = dict.fromkeys(("r", "p", *self.of_rows), "x")
+        return 6 + len(self.form.vectors) + max(3, *(temporaries(torch_code(e, names), "x") for e in self.of_pooled))
 
     @property
     def of_dense(self) -> tuple[str, ...]:
         """What the loss of logits depends on besides those, in a fixed order."""
-        found = {z: positive_z} | {each: each for each in (scale, bias)}
-        return tuple(name.name for name, symbol in found.items() if self.form.formula.has(symbol))
+        found, of_all = {z: positive_z} | {each: each for each in (scale, bias)}, self.form.pooled or Integer(0)
+        read = self.form.formula.free_symbols | of_all.free_symbols
+        return tuple(name.name for name, symbol in found.items() if symbol in read)
 
     @property
     def slopes_of_vectors(self) -> dict[str, Expr]:
@@ -221,8 +257,7 @@ class Derivation:
             **({"second_weight": self.second_weight} if self.form.second else {}),
             **self.slopes_of_vectors,
         }  # fmt: skip
-        whole = {} if self.form.next_state is None else {next_state: language.detach(self.form.next_state)}
-        values = [each.xreplace(whole) for each in results.values()]
+        values = [each.xreplace(self._whole) for each in results.values()]
         shared, reduced = sympy.cse(values, map(temporary, itertools.count()))
         found = [f"{symbol} = {printer(value, names)}" for symbol, value in shared]
         for name, value in zip(results, reduced, strict=True):
@@ -305,7 +340,8 @@ class Derivation:
             tuple(each.kind for each in self.form.statistics if each.side == side) for side in ("query", "key")
         )
         triangle = self.form.domain == "triangle"  # the gradient of a pair has the sums of both
-        known: Known = "all" if by_key or triangle else "row" if by_query else "before"
+        of_all = by_key or triangle or self.form.pooled is not None
+        known: Known = "all" if of_all else "row" if by_query else "before"
         return Traits(
             query_statistics=by_query,
             key_statistics=by_key,
@@ -327,6 +363,7 @@ class Derivation:
             means=self.mean_share != 0 and self.form.weight is None,
             weighted=self.mean_share != 0 and self.form.weight is not None,
             scaled=self.form.scaled,
+            pooled=self._pooled,
             slabs=tuple(stop - start for start, stop in itertools.pairwise((0, *self.prefixes))),
         )
 
@@ -406,11 +443,12 @@ def _derived(form: Form) -> Derivation:
     affine = not dx_dz.has(z)
     slope = dx_dz if affine else None
     shift = sympy.expand(logit - dx_dz * z) if affine else None
-    gradient_factor = dx_dz if affine else scale if logit.has(scale) else Integer(1)
+    gradient_factor = _gradient_factor(logit)
     dscale_rest = diff(shift, scale) if total is None and shift is not None else Integer(0)
     weight, of_p, of_z, of_scale, of_bias = (_slope_of_query(form, each) for each in (r, p, positive_z, scale, bias))
     if form.partnered:
         weight = sympy.factor_terms(weight + _slope_of_query(form, rp).xreplace({r: rp, rp: r}))
+    through_z = of_z / gradient_factor if form.pooled is None else _by_term(of_z, gradient_factor)
     dscale_factor = _dscale_factor(logit, slope, shift, total)
     derivation = Derivation(
         form=form,
@@ -428,9 +466,9 @@ def _derived(form: Form) -> Derivation:
             form.next_state if keyword == "query_state" else _slope_of_query(form, each)
             for keyword, each in form.vectors.items()
         ),
-        through_z=of_z / gradient_factor,
+        through_z=through_z,
         # The multiple of q . dq has through_z * positive_z * dscale_factor, by which no logit changes with scale.
-        scale_part=of_scale - of_z * positive_z * dscale_factor / gradient_factor,
+        scale_part=of_scale - through_z * positive_z * dscale_factor,
         bias_part=of_bias,
         pair_slope=pair_term and pair_term.slopes(),
         gradient_factor=gradient_factor,
@@ -450,8 +488,31 @@ def _derived(form: Form) -> Derivation:
 
 
 def _slope_of_query(form: Form, symbol: Symbol) -> Expr:
-    """dF by one of its arguments; 0 where F is a sum of constant multiples."""
-    return _stable(diff(form.query_term, symbol)) if form.combined else Integer(0)
+    """dF by one of its arguments, with what E changes by it; 0 where F is a sum of constant multiples."""
+    if not form.combined:
+        return Integer(0)
+    found = diff(form.query_term, symbol)
+    if form.pooled is not None:
+        found += _factor_of_pooled(form) * pooled_slope * diff(sympy.exp(form.pooled - pooled), symbol)
+        found = sympy.factor_terms(found)
+    return _stable(found)
+
+
+def _gradient_factor(logit: Expr) -> Expr:
+    """`Derivation.gradient_factor`."""
+    dx_dz = diff(logit, z)
+    return scale if dx_dz.has(z) and logit.has(scale) else Integer(1) if dx_dz.has(z) else dx_dz
+
+
+def _factor_of_pooled(form: Form) -> Expr:
+    """What `pooled_slope` lacks to be S of the module docstring."""
+    by_z = form.pooled is not None and diff(form.pooled, positive_z) != 0
+    return _gradient_factor(form.logit) if by_z else Integer(1)
+
+
+def _by_term(whole: Expr, factor: Expr) -> Expr:
+    """whole / factor, whose terms cancel one by one."""
+    return sympy.Add(*(term / factor for term in sympy.Add.make_args(sympy.expand_mul(whole))))
 
 
 def _printed(derivation: Derivation) -> list[Expr]:
@@ -460,7 +521,7 @@ def _printed(derivation: Derivation) -> list[Expr]:
         "logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor", "query_weight",
         "second_weight", "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest", "dbias_factor",
     )  # fmt: skip
-    found = [*(getattr(derivation, name) for name in names), *derivation.vector_slopes]
+    found = [*(getattr(derivation, name) for name in names), *derivation.vector_slopes, *(derivation.of_pooled or ())]
     for pair in (derivation.form.pair_term, derivation.pair_slope):
         found += [pair.other, pair.same_id, pair.positive] if pair else []
     return found

@@ -10,10 +10,11 @@ has a constant in it, the next state, which is a function of the same arguments.
 too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
 positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
 depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
-of a constant multiple of the logits. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own:
-the form is that of i != j over z, and its domain a triangle. There F may also depend on s of the row that is the
-positive: rows are then pairs, each the positive of the other. To F and G may be added constants times the mean of a
-query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
+of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the positives of all
+queries of a function of their logits and similarities. Of similarity("query", "query") z_ij = q_i . q_j, and a row is
+no key of its own: the form is that of i != j over z, and its domain a triangle. There F may also depend on s of the row
+that is the positive: rows are then pairs, each the positive of the other. To F and G may be added constants times the
+mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -28,7 +29,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, d, display, h, m, next_state, p, positive_z, r, r2, rp, state, u, x
+from infcl_gen.losses.printers import c, d, display, h, m, next_state, p, pooled, positive_z, r, r2, rp, state, u, x
 from infcl_gen.runtime.traits import Domain
 
 ONE = Integer(1)
@@ -74,6 +75,8 @@ class Form:
     multiple    what multiplies the logits in the second log-sum-exp; 1 without one
     next_state  what becomes the state of a query, and stands in F as the symbol of this name; None without a state
     weight      of keys in m_i: weight[0] + weight[1] * u_i . v_j, of a guide; None where all are alike
+    pooled      of the log-sum-exp over the positives of all queries, which stands in F as the symbol of this name, what
+                it is of: a function of p, positive_z, scale and bias; None without one
     """
 
     spec: LossSpec
@@ -90,6 +93,7 @@ class Form:
     multiple: Expr = ONE
     next_state: Expr | None = None
     weight: tuple[Expr, Expr] | None = None
+    pooled: Expr | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -143,6 +147,7 @@ _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _CONSTANTS = (language.detach, language.next_state)
 _OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
 _OF_ALL = (language.mean_of_keys, language.mean_of_queries)
+_POOLED = language.logsumexp_over_all_positives
 _STATISTICS = (*_OF_LOGITS, language.positive, *_OF_ALL)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
@@ -183,7 +188,7 @@ def form_of(spec: LossSpec) -> Form:
     refuse((spec.positives in ("id", "none") and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
     of_sets = (language.mean_over_positives, language.mean_by_softmax)
-    known = (*_STATISTICS, *_MEANS, *of_sets, language.sum_over_pairs, language.of_positive)
+    known = (*_STATISTICS, *_MEANS, *of_sets, language.sum_over_pairs, language.of_positive, _POOLED)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
@@ -217,6 +222,7 @@ def form_of(spec: LossSpec) -> Form:
     )  # fmt: skip
     second = {language.logsumexp_over_keys(multiple * x): r2} if multiple != 1 else {}
     query_term, key_term, of_means = _terms(formula, second)
+    query_term, of_all = _with_pooled(spec, query_term, key_term)
     query_term, following = _with_next_state(query_term)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
@@ -251,7 +257,8 @@ def form_of(spec: LossSpec) -> Form:
         (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
     over_symbols = formula.xreplace(_REDUCED | second).replace(language.next_state, language.detach)
-    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight)
+    over_symbols = over_symbols.replace(_POOLED, lambda _: pooled)
+    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight, of_all)
     return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
 
 
@@ -289,6 +296,26 @@ def _with_next_state(term: Expr) -> tuple[Expr, Expr | None]:
     refuse((len(found) > 1, f"a query has one state, and {' and '.join(map(display, found))} are two: write one of "
                             "them, and detach the other"))  # fmt: skip
     return sympy.factor_terms(term.xreplace({found[0]: next_state})), found[0].args[0]
+
+
+def _with_pooled(spec: LossSpec, term: Expr, key_term: Expr) -> tuple[Expr, Expr | None]:
+    """F with a symbol for the log-sum-exp over the positives of all queries, and what that is of, if there is one."""
+    found = sorted(term.atoms(_POOLED), key=sympy.default_sort_key)
+    if not found:
+        return term, None
+    word, inside = found[0].func.__name__, found[0].args[0]
+    foreign = inside.free_symbols - {p, positive_z, scale, bias} or inside.has(language.next_state)
+    refuse(
+        (len(found) > 1, f"two of {word} have no kernel yet: write one, of one expression"),
+        (spec.positives not in ("diagonal", "label"),
+         f"{word} has kernels where each query has one positive: write positives='diagonal' or 'label'"),
+        (key_term != 0, f"{word} has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it "
+                        "once for each direction"),
+        (term.has(rp), f"{word} has no kernel yet beside of_positive: write one of the two"),
+        (foreign or not inside.has(p, positive_z),
+         f"{word}({display(inside.xreplace(_WORD_OF))}) is of positives: write an expression of positive(z)"),
+    )  # fmt: skip
+    return term.xreplace({found[0]: pooled}), inside
 
 
 def _check_triangle(spec: LossSpec) -> None:

@@ -5,7 +5,8 @@
 
 An expression in `z` describes every pair (i, j) at once. Reductions are functions that SymPy leaves alone, but each
 knows its derivative. So `formula.diff(x)` is the gradient of the whole loss by the logit of one pair, in the stable
-form exp(x_ij - r_i). `of_positive` alone has none: it changes with the pairs of another row.
+form exp(x_ij - r_i). `of_positive` has none: it changes with the pairs of another row. logsumexp_over_all_positives
+changes the terms of other queries, too: `derive` adds them up.
 
 | written                              | one value per | means                                                        |
 |--------------------------------------|---------------|--------------------------------------------------------------|
@@ -21,6 +22,7 @@ form exp(x_ij - r_i). `of_positive` alone has none: it changes with the pairs of
 | `mean_of_keys(x, weight=w)`          | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1      |
 | `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
 | `mean_by_softmax(x, guide)`          | query         | sum_j t_ij x_ij, t the softmax over keys of a guide's y_ij   |
+| `logsumexp_over_all_positives(e)`    | loss          | log sum_i exp(e_i) over all queries, e of their positives    |
 | `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
 | `mean_over_keys(e)`                  | loss          | 1/N sum_j e_j                                                |
 | `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
@@ -58,10 +60,11 @@ from infcl_gen.inputs.text import parse_prefixes
 
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_positive", "is_self",
-    "key_scale", "key_weight", "keys", "log", "logsumexp_over_keys", "logsumexp_over_negatives",
-    "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_of_keys", "mean_of_queries", "mean_over_keys",
-    "mean_over_positives", "mean_over_queries", "next_state", "of_positive", "positive", "positives_of_query",
-    "queries", "query_scale", "query_state", "query_weight", "same_id", "scale", "sigmoid",
+    "key_scale", "key_weight", "keys", "log", "logsumexp_over_all_positives", "logsumexp_over_keys",
+    "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_of_keys",
+    "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "next_state", "of_positive",
+    "positive", "positives_of_query", "queries", "query_scale", "query_state", "query_weight", "same_id", "scale",
+    "sigmoid",
     "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
@@ -266,6 +269,7 @@ logsumexp_over_queries = _opaque("logsumexp_over_queries", _share, nargs=(1, 2))
 logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0)  # its keys are in no pair
 positive = _opaque("positive", lambda f, x: is_positive)
 of_positive = _opaque("of_positive", lambda f, r: _of_another_row(f))
+logsumexp_over_all_positives = _opaque("logsumexp_over_all_positives", _share)
 mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
 mean_of_keys = _opaque(
     "mean_of_keys", lambda f, x: math.prod(f.args[1:]) / keys / math.prod(map(f.func, f.args[1:])), nargs=(1, 2)
@@ -332,8 +336,8 @@ def check_defined(pair: Expr) -> None:
 
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (
-    logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, of_positive, mean_over_positives,
-    mean_of_keys, mean_of_queries, mean_by_softmax,
+    logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, of_positive,
+    logsumexp_over_all_positives, mean_over_positives, mean_of_keys, mean_of_queries, mean_by_softmax,
 )  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function

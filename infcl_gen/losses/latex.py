@@ -14,13 +14,14 @@ from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, scale, z
 from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
-from infcl_gen.losses.texts import SLOPES, slopes_of_rows
+from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
     "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "m": "m_i", "d": "d_j", "scale": "s",
     "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
+    "pooled": "E", "pooled_slope": "S",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -35,6 +36,7 @@ _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of q
 _BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{il}}}"
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
+_POOLED = r"E = \log \sum_i e^{{{}}}", r"S = \sum_i {}"
 _POSITIVE = {"diagonal": "j = i", "label": r"j = \ell_i", "id": _SAME_ID, "none": ""}
 
 
@@ -99,6 +101,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         + ("q_j" if triangle else "k_j"),
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
+        **pooled_formulas(derivation, _text, *_POOLED),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
         **slopes_of_rows(derivation, _text, "a'_i"),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"

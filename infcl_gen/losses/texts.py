@@ -36,6 +36,8 @@ _PAIR = {
     "d": "d_j",
     "r2": "r2_i",
     "rp": "rp_i",
+    "pooled": "E",
+    "pooled_slope": "S",
     "queries": "M",
     "keys": "N",
     "positives_of_query": "n_i",
@@ -113,6 +115,7 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = {scales}q_i . {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
+        **pooled_formulas(derivation, lambda part: display(part, _PAIR), "E = log sum_i exp({})", "S = sum_i {}"),
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
         **slopes_of_rows(derivation, lambda part: display(part, _PAIR)),
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})" + ", j != i" * triangle,
@@ -158,6 +161,16 @@ def slopes_of_rows(derivation: Derivation, write: Callable[[Expr], str], second:
     names += map(SLOPES.__getitem__, derivation.by_number)
     found = {f"part_{symbol}": f"{write(symbol)} = {write(part)}" for symbol, part in shared}
     return found | {name: f"{letter} = {write(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
+
+
+def pooled_formulas(derivation: Derivation, write: Callable[[Expr], str], *of_each: str) -> dict[str, str]:
+    """The log-sum-exp over the positives of all queries, and the sum of slopes by it, with their parts in `of_each`."""
+    parts = derivation.of_pooled or ()
+    texts = [write(part) for part in parts]
+    if parts and (parts[1].is_Add or texts[1].startswith("-")):
+        texts[1] = f"({texts[1]})"
+    of_names = zip(("pooled", "pooled_slope"), of_each, texts, strict=False)
+    return {name: each.format(text) for name, each, text in of_names}
 
 
 def _of_vectors(derivation: Derivation) -> dict[str, str]:
@@ -322,6 +335,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     masked = " | ".join([_NOT_ITSELF] * triangle + [masked] * bool(masked))
     summed = "y" if masked else "x"
     several = form.several and not form.guided
+    of_all = form.pooled is not None and torch_code(form.pooled)
+    read = form.formula.free_symbols | (form.pooled.free_symbols if form.pooled is not None else set())
     reductions = (
         ("p", form.guided, _STATISTICS_OF_POSITIVES["mean_by_guide"]),
         ("found, n, p", several, f"of_positives(x, same_id{f' & ~{_NOT_ITSELF}' * triangle})"),
@@ -332,11 +347,12 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("rp", form.partnered, "r[labels]"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
-        ("p", form.formula.has(p) and not form.several, at_positives.format("x")),
+        ("p", p in read and not form.several, at_positives.format("x")),
         ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
         ("m", form.formula.has(m), "(x * o).sum(1) / o.sum(1)" if form.weight else "x.mean(1)"),
         ("d", form.formula.has(d), "x.mean(0)"),
-        ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
+        ("positive_z", positive_z in read, at_positives.format("z")),
+        ("pooled", of_all, f"torch.logsumexp({of_all}, dim=0)"),
     )
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
     printed = ("logit", "gradient_factor", "dscale_factor")
@@ -467,7 +483,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "and_second_weight": ", second_weight" * derivation.form.second,
         "of_partner": ", and of its positive's by that row's `rp`" * derivation.form.partnered,
         "about_partner": "\n    rp          r of its positive, whose own positive it is" * derivation.form.partnered,
-        "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
+        "row_arguments": _broken(f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}"),
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(
             f"\n    of_{each}        what replaces the state, a constant in `query_term`"
@@ -477,6 +493,22 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         ),
         "and_slopes": _names(derivation.slopes_of_vectors),
         "statements_of_rows": "\n".join(derivation.statements_of_rows(torch_code, "torch.full_like(p, {})", {})),
+        **_pooled_context(derivation),
+    }
+
+
+def _pooled_context(derivation: Derivation) -> dict[str, Any]:
+    """What loss.py has of a log-sum-exp over the positives of all queries."""
+    if derivation.of_pooled is None:
+        return {"pooled": False}
+    of_each, slope = derivation.of_pooled
+    taken = [name for name in derivation.of_rows if name != "pooled_slope"]
+    return {
+        "pooled": True,
+        "of_all_positives": torch_code(of_each),
+        "slope_of_pooled": f"torch.full_like(p, {torch_code(slope)})" if slope.is_number else torch_code(slope),
+        "slope_arguments": _broken(f"r: Tensor, p: Tensor{_arguments(taken)}"),
+        "over_factor": ", over `gradient_factor`" * (derivation.factor_of_pooled != 1),
     }
 
 
@@ -520,6 +552,11 @@ _NO_FACTOR = """if {name} is not None:
 
 def _arguments(symbols: Iterable[Expr | str]) -> str:
     return "".join(f", {each}: Tensor" for each in symbols)
+
+
+def _broken(arguments: str) -> str:
+    """Arguments on a line of their own, where they do not fit beside a function's name and result."""
+    return arguments if len(arguments) <= 85 else f"\n    {arguments},\n"
 
 
 def _names(symbols: Iterable[Expr | str]) -> str:

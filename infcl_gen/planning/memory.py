@@ -221,6 +221,8 @@ def _common_terms(v: Choice) -> list[Any]:
         *_of_negatives() * ("negatives" in v.traits.vectors),
         *_of_scales(v),
         *_of_weights() * v.traits.weighted,
+        v.traits.pooled
+        and BufferTerm("positives of all", "forward", (v.traits.pooled, m), "what their log-sum-exp takes", "fp64"),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]

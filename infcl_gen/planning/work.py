@@ -88,7 +88,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     products = 1 + v.traits.guide  # of a tile: z, and the guide's similarities, with an exponential each
     panels = ceil_div(m, R) * ceil_div(n, C) * W * share.dq
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
-    additions, finished, means = _additions(v, "backward"), _finished(v), _means(v, "forward", "backward")
+    additions, finished, means = _additions(v, "backward"), _finished(v), _means(v, "forward", "backward") + _pooled(v)
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D * products, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
@@ -209,6 +209,12 @@ def _means(v: Choice, *phases: str) -> list[TimeTerm]:
     """Of sums of features, where the mean of all logits is part of the loss: each phase reads all that it meets."""
     found = [TimeTerm(f"means {phase}", phase, bytes=(m + n * W) * D * e, launches=3 * W + 12) for phase in phases]
     return found * v.traits.means
+
+
+def _pooled(v: Choice) -> list[TimeTerm]:
+    """Of the log-sum-exp over the positives of all queries, and of slopes by it."""
+    found = [TimeTerm("positives of all", "forward", bytes=8 * v.traits.pooled * m, launches=24 + 4 * W)]
+    return found * bool(v.traits.pooled)
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:

@@ -8,6 +8,7 @@
                 products of them where keys have weights (weighted.py)
     state       `combine` makes the next state of each query, and the operators of ops.py write it where the caller's is
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
+    pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
     triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
                 (`_of_one_side`); another rank's rows are swept as keys, and nothing is summed for that rank
 
@@ -41,6 +42,7 @@ from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .means import Means
 from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
+from .pooled import pooled
 from .statistics import Statistics, by_prefix, view
 from .table import Table
 from .transport import Tensors, Trip
@@ -90,7 +92,8 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
         ours = sweep.own_block()._replace(keys=keys)
         if package.traits.combined and not by_rows:
-            package.schedule.combine(ours)
+            of_all = [pooled(package, ours, group)] if package.traits.pooled else []
+            package.schedule.combine(ours, *of_all)
         weight = _weight(layout, call.options)
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)

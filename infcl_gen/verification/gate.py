@@ -54,7 +54,7 @@ queries would leave the range of the statistics may be infinite or NaN, with its
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -80,6 +80,7 @@ from infcl_gen.verification.oracle import (
     pair_values,
     plain_of_all,
     plain_torch,
+    slopes_of_pooled,
 )
 
 PLAIN_FACTOR = 2.0
@@ -469,18 +470,40 @@ class _OfQueries:
         else:
             positive_z, dz = (q * inputs.others.to(x.dtype)[inputs.positives()]).sum(1), dz[at]
 
-        def at_ends(signs: Iterable[int]) -> Tensor:
+        def given(signs: Sequence[int], pooled: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Any]:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
-            similarity, second = positive_z + list(signs)[1] * dz, own.pop(0) if traits.second else None
+            similarity, second = positive_z + signs[1] * dz, own.pop(0) if traits.second else None
             partners = own.pop(0) if traits.partnered else None
-            more = {"positives": count, "second": second, "partners": partners}
-            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own, **more)
+            sizes, more = (scale, bias, len(x), x.shape[1]), (count, second, partners, pooled)
+            return r, p, numbers_of_rows(mathematics, r, p, similarity, *sizes, own, *more)
+
+        def at_ends(r: Tensor, p: Tensor, rest: Any) -> Tensor:
             values = mathematics.of_queries(r, p, **rest)
             return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values]) * found
 
-        self.values = at_ends([0] * len(numbers))
-        near = torch.stack([at_ends(signs) for signs in itertools.product((-1, 1), repeat=len(numbers))])
+        ends, of_all = list(itertools.product((-1, 1), repeat=len(numbers))), list[Any]((None,))
+        if traits.pooled:
+            each = [mathematics.of_all_positives(p + s * dp, positive_z + s * dz, scale, bias) for s in (-1, 0, 1)]
+            of_all = self._pooled(each, given, ends)
+        self.values = at_ends(*given([0] * len(numbers)))
+        near = torch.stack([at_ends(*given(signs, pooled)) for signs in ends for pooled in of_all])
         self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
+
+    def _pooled(self, each: Sequence[Tensor], given: Callable[..., Any], ends: Sequence[Any]) -> list[Any]:
+        """The log-sum-exp over the positives of all queries, and the sum of slopes by it, at the ends of their
+        intervals. `each`: of what, for positives wrong by their errors, without, and wrong to the other side."""
+        low, middle, high = each
+        total, wrong = middle.logsumexp(0), torch.maximum((low - middle).abs(), (high - middle).abs())
+        dtotal = (middle.softmax(0) * wrong).sum() + self.v * (total.abs() + self.long_sum)
+
+        def slopes(signs: Sequence[int], at: Tensor) -> Tensor:
+            r, p, rest = given(signs, (at, at))
+            return slopes_of_pooled(self.mathematics, r, p, rest | {"pooled": at}).expand_as(p)
+
+        own = slopes([0] * len(ends[0]), total)
+        near = torch.stack([slopes(signs, total + s * dtotal) for signs in ends for s in (-1, 1)])
+        slope, dslope = own.sum(), (near - own).abs().amax(0).sum() + self.v * self.long_sum * own.abs().sum()
+        return [(total + a * dtotal, slope + b * dslope) for a, b in itertools.product((-1, 1), repeat=2)]
 
     def _of_sum(self, y: Tensor, dx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The log-sum-exp of each row of y, -inf where a pair is left out, for logits wrong by dx; the shares of pairs

@@ -6,7 +6,7 @@ neither the derived gradient nor any kernel with what it checks.
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -226,12 +226,12 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
     if guided:
         r, p = (torch.cat(each) for each in zip(*found, strict=True))
         own = inputs.vectors(mathematics, q, factor, bias, features)
-        rest = numbers_of_rows(mathematics, r, factor, bias, len(q), len(others), own)
+        rest = numbers_of_rows(mathematics, r, p, r, factor, bias, len(q), len(others), own)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
     if several:
         r, found_any, n, p = (torch.cat(each) for each in zip(*found, strict=True))
         own = inputs.vectors(mathematics, q, factor, bias, features)
-        rest = numbers_of_rows(mathematics, r, factor, bias, len(q), len(others), own, n)
+        rest = numbers_of_rows(mathematics, r, p, r, factor, bias, len(q), len(others), own, n)
         return _gradients((mathematics.of_queries(r, p, **rest)[0] * found_any).sum() / len(q), leaves)
     by_query, by_key, at_positive, *of_multiple = (tuple(each) for each in zip(*found, strict=True))
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
@@ -247,8 +247,8 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
         second = torch.cat(of_multiple[0]) if of_multiple else None
-        more = {"second": second, "partners": r[labels] if "rp" in mathematics.OF_ROWS else None}
-        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own, **more)
+        more = None, second, r[labels] if "rp" in mathematics.OF_ROWS else None
+        rest = numbers_of_rows(mathematics, r, p, at_positive_z, factor, bias, len(q), len(others), own, *more)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
@@ -269,6 +269,8 @@ def dense_numbers(mathematics: Any, z: Tensor, scale: Tensor, bias: Tensor) -> d
 
 def numbers_of_rows(
     mathematics: Any,
+    r: Tensor,
+    p: Tensor,
     positive_z: Tensor,
     scale: Tensor,
     bias: Tensor,
@@ -278,9 +280,11 @@ def numbers_of_rows(
     positives: Tensor | None = None,
     second: Tensor | None = None,
     partners: Tensor | None = None,
+    pooled: Sequence[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """What a loss.py's `of_queries` takes besides sums and positives; `own` are `Inputs.vectors`, `positives` the
-    numbers of positives, `second` the log-sum-exps of a multiple of the logits, `partners` those of positives."""
+    """What a loss.py's `of_queries` takes besides `r` and `p`; `own` are `Inputs.vectors`, `positives` the numbers of
+    positives, `second` the log-sum-exps of a multiple of the logits, `partners` those of positives, and `pooled` what
+    all queries have in common, which follows from the others if it is not given."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
     if positives is not None:
@@ -291,7 +295,24 @@ def numbers_of_rows(
         found["rp"] = partners
     names = mathematics.OF_ROWS
     found |= zip(names[len(names) - len(own) :], own, strict=True)
+    if hasattr(mathematics, "of_all_positives"):
+        found |= zip(("pooled", "pooled_slope"), pooled or pooled_numbers(mathematics, r, p, found), strict=True)
     return {name: found[name] for name in names}
+
+
+def pooled_numbers(mathematics: Any, r: Tensor, p: Tensor, numbers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss.py's log-sum-exp over the positives of all queries, and the sum of slopes by it, 0-dim, from what
+    `numbers_of_rows` finds besides."""
+    of_each = [numbers[name] for name in ("positive_z", "scale", "bias")]
+    total = mathematics.of_all_positives(p, *of_each).logsumexp(0)
+    return total, slopes_of_pooled(mathematics, r, p, {**numbers, "pooled": total}).sum()
+
+
+def slopes_of_pooled(mathematics: Any, r: Tensor, p: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+    """What the terms of queries change with the log-sum-exp over the positives of all, (M,)."""
+    taken = {name: numbers[name] for name in mathematics.OF_ROWS if name != "pooled_slope"}
+    found: Tensor = mathematics.slope_of_pooled(r, p, **taken)
+    return found
 
 
 def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tensor:

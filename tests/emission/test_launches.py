@@ -20,7 +20,7 @@ PROBLEMS = {
     "rows": {"loss": "infonce", "settings": {"strategy": "rows"}},
     "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
     "triangle": {"loss": "ntxent"},
-    "combined triangle": {"loss": "dcl"},
+    "combined triangle": {"loss": "dclw"},
     "two sums": {"loss": f"{LOSSES}:hard_keys"},
     "two sums of a triangle": {"loss": "hard_negative"},
     "sums of partners": {"loss": "four_block"},

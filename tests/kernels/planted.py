@@ -58,6 +58,9 @@ ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "g
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=384)
 DECOUPLED_ROWS, ROOTS_OF_ROWS = Made("panel", "dcl"), Made("panel", "rince_of_rows")
+BY_ALL, BY_ALL_OF_A_RING = (
+    Made("panel", "weighed_by_all", devices=n, settings=(("transport", "ring"),) * (n > 1)) for n in (1, 4)
+)
 MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
 TWO_SUMS, TWO_SUMS_OF_ROWS = Made("panel", "hard_keys"), Made("panel", "hard_negative")
 PARTNERS, PARTNERS_APART = Made("panel", "four_block"), Made("panel", "weighed_by_partner")
@@ -1203,6 +1206,28 @@ BUGS: dict[str, Bug] = {
     ),
     "the state of a query is taken for its weight": Bug(
         RATES, (("kernels.py", "tl.load(vectors + vectors_stride + i", "tl.load(vectors + i"),), checks.next_states
+    ),
+    # ---- a number of all positives
+    "slopes are forgotten": Bug(
+        BY_ALL,
+        (("kernels.py", "tl.load(pooled_ptr + 1)", "0.0 * tl.load(pooled_ptr + 1)"),),
+        checks.numerics,
+        (case(3.0),),
+        "dq",
+    ),
+    "sums lack what the logit has besides z": Bug(
+        BY_ALL,
+        (("schedule.py", "SUMS_LACK_SHIFT = True", "SUMS_LACK_SHIFT = False"),),
+        checks.numerics,
+        (dataclasses.replace(case(3.0), bias=-2.0),),
+        "dq",
+    ),
+    "the softmax is over the positives of one rank": Bug(
+        BY_ALL_OF_A_RING,
+        (("_runtime/pooled.py", "if group is None:", "if True:"),),
+        checks.over_ranks,
+        (2, [[30, 70]], False),
+        "rows",
     ),
     # ---- terms that combine the sum and the positive of a query
     "g of a positive is the query's part of the loss": Bug(

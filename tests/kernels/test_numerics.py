@@ -20,7 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
-    "sogclr",
+    "sogclr", "dclw", "weighed_by_all",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -55,8 +55,8 @@ CASES = st.builds(
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard", "sogclr")),
-        *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows", "four_block")),
-        *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "squared_weights")),
+        *(("panel", loss) for loss in ("dclw", "debiased", "rince_of_rows", "margin_of_rows", "four_block")),
+        *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "weighed_by_all")),
         *(("panel", loss) for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill")),
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
@@ -80,7 +80,7 @@ def test_as_accurate_as_the_dtypes_allow(
         ("stash", "clip"),
         ("rows", "infonce"),
         ("panel", "ntxent"),
-        ("panel", "dcl"),
+        ("panel", "dclw"),
     ],
 )
 @pytest.mark.parametrize(
@@ -149,7 +149,8 @@ RANKS = [
     ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
     ("panel", "sogclr", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
-    ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
+    ("panel", "dclw", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
+    ("panel", "weighed_by_all", "fp32", "gather"),
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
     ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),

@@ -15,6 +15,7 @@ from infcl_gen.losses.language import (
     key_scale,
     keys,
     log,
+    logsumexp_over_all_positives,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
@@ -90,6 +91,14 @@ RATE = spec(
     mean_over_queries(query_weight * (_APART - next_state(_BEFORE + detach(query_weight) * (_APART - _BEFORE)))),
     name="rate",
 )
+# Weights that follow from the positives of all queries.
+_EACH = positive(z) + positive(X) / 3
+_WEIGHT_BY_ALL = 2 - queries * exp(_EACH - logsumexp_over_all_positives(_EACH))
+_TWO_SUMS = logsumexp_over_keys(X) + logsumexp_over_keys(2 * X) / 2 - 2 * positive(X)
+BY_ALL = spec(
+    mean_over_queries(logsumexp_over_keys(X) + query_weight * _WEIGHT_BY_ALL * _TWO_SUMS), name="weighed_by_all"
+)
+_CAPPED_LOGIT = 20 * tanh(scale * z / 20) + bias
 DERIVABLE = {
     "clip": CLIP,
     "infonce": INFONCE,
@@ -152,6 +161,16 @@ DERIVABLE = {
     ),
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     "rate": RATE,
+    "weighed_by_all": BY_ALL,
+    "pooled_alone": spec(mean_over_queries(logsumexp_over_keys(X) - logsumexp_over_all_positives(positive(X) / 2))),
+    "pooled_constant": spec(
+        mean_over_queries(logsumexp_over_keys(X) * exp(logsumexp_over_all_positives(detach(positive(z)))) - positive(X))
+    ),
+    "pooled_of_capped_logits": spec(
+        mean_over_queries(
+            logsumexp_over_keys(_CAPPED_LOGIT) / logsumexp_over_all_positives(positive(_CAPPED_LOGIT + z))
+        )
+    ),
     **SMOOTH,
     "smooth_keys_only": spec(mean_over_keys(_SMOOTH_KEYS), "diagonal"),
     "smooth_of_a_shifted_logit": spec(mean_over_queries(_SMOOTH) + mean_over_queries(mean_of_keys(X - scale))),

@@ -22,6 +22,7 @@ from infcl_gen.losses.language import (
     key_scale,
     key_weight,
     log,
+    logsumexp_over_all_positives,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
@@ -49,7 +50,7 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
-from infcl_gen.verification.oracle import mean_share, numbers_of_rows
+from infcl_gen.verification.oracle import dense_numbers, mean_share, numbers_of_rows
 from tests.calls import calls
 from tests.losses.specs import DERIVABLE, INFONCE_OF, KEPT, X, spec
 from tests.verification.dense import dense_package
@@ -121,7 +122,7 @@ def derived(
         r = x.logsumexp(1)
         times = getattr(loss, "MULTIPLE", 1.0)
         r2 = (times * x).logsumexp(1)
-        rest = numbers_of_rows(loss, z, scale, bias, *x.shape, own, second=r2)
+        rest = numbers_of_rows(loss, r, p, z, scale, bias, *x.shape, own, second=r2)
         term, weight, slope, through_z, *parts = loss.of_queries(r, p, **rest)
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
@@ -156,7 +157,9 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     if hasattr(loss, "WEIGHT"):  # all weights alike
         ids |= dict.fromkeys(("guide_queries", "guide_keys"), torch.zeros(rows, 4))
     if own:
-        expected_loss = loss.loss_of_logits(loss.logit(q @ k.T, scale, bias), torch.arange(rows), *own)
+        similarity = q @ k.T
+        rest = dense_numbers(loss, similarity, scale, bias)
+        expected_loss = loss.loss_of_logits(loss.logit(similarity, scale, bias), torch.arange(rows), *own, **rest)
     else:
         expected_loss = loss.reference(q, k, scale, bias, **ids)
     expected = torch.autograd.grad(expected_loss, (q, k, scale, bias), allow_unused=True)
@@ -458,6 +461,39 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "the mean of logits as a constant": (
         spec(mean_over_queries(logsumexp_over_keys(X) - detach(mean_of_keys(X)))),
         r"mean_of_keys\(x\) has kernels only as a constant multiple in a sum",
+    ),
+    "two numbers of all positives": (
+        spec(
+            mean_over_queries(
+                logsumexp_over_keys(X)
+                - logsumexp_over_all_positives(positive(X)) * logsumexp_over_all_positives(positive(z))
+            )
+        ),
+        "two of logsumexp_over_all_positives have no kernel yet: write one, of one expression",
+    ),
+    "a number of all positives of many": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - logsumexp_over_all_positives(mean_over_positives(X))), "id"),
+        "logsumexp_over_all_positives has kernels where each query has one positive: write positives='diagonal'",
+    ),
+    "a number of all positives of both sides": (
+        spec(mean_over_queries(logsumexp_over_all_positives(positive(X))) + CLIP.formula, "diagonal"),
+        "logsumexp_over_all_positives has no kernel yet beside mean_over_keys: write mean_over_queries alone",
+    ),
+    "a number of all sums": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - logsumexp_over_all_positives(logsumexp_over_keys(X)))),
+        r"logsumexp_over_all_positives\(logsumexp_over_keys\(x\)\) is of positives: write an expression of",
+    ),
+    "a number of all positives and partners": (
+        spec(
+            mean_over_queries(
+                OF_OTHERS - of_positive(OF_OTHERS) * logsumexp_over_all_positives(positive(scale * NT_XENT))
+            )
+        ),
+        "logsumexp_over_all_positives has no kernel yet beside of_positive: write one of the two",
+    ),
+    "a number of all queries in a logit": (
+        spec(INFONCE_OF(X + logsumexp_over_all_positives(positive(z)))),
+        "has another reduction in it: write it with z, scale and bias alone",
     ),
     "weights of pairs": (
         spec(sum_over_pairs(query_weight * softplus(X)) / queries),

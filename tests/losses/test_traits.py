@@ -30,6 +30,25 @@ EXPECTED = {
     "dcl": Traits(
         key_statistics=NONE, positives="label", combined=True, held=14, classes=("positive",), domain="triangle"
     ),
+    "dclw": Traits(
+        key_statistics=NONE,
+        positives="label",
+        combined=True,
+        held=19,
+        classes=("positive",),
+        pooled=9,
+        domain="triangle",
+    ),
+    "weighed_by_all": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_multiple"),
+        key_statistics=NONE,
+        positives="label",
+        combined=True,
+        vectors=("query_weight",),
+        held=34,
+        strips=2,
+        pooled=11,
+    ),
     "debiased": Traits(
         key_statistics=NONE, positives="label", combined=True, held=24, classes=("positive",), domain="triangle"
     ),

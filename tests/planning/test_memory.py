@@ -54,7 +54,7 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "frozen": "query"},
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "ntxent"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dcl"},
+        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dclw"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "four_block"},

@@ -69,6 +69,10 @@ apart = logsumexp_over_keys(x) - positive(x)
 WEIGHTED = LossSpec("weighted", mean_over_queries(query_weight * apart), positives="label")
 harder = softplus(logsumexp_over_negatives(x) - logsumexp_over_keys(x))
 HARD = LossSpec("hard", mean_over_queries(query_weight * (apart + harder)), positives="label")
+each = positive(z) + positive(x) / 3
+weight = query_weight * (2 - queries * exp(each - logsumexp_over_all_positives(each)))
+both = logsumexp_over_keys(x) + logsumexp_over_keys(2 * x) / 2 - 2 * positive(x)
+BY_ALL = LossSpec("weighed_by_all", mean_over_queries(logsumexp_over_keys(x) + weight * both), positives="label")
 """
 SMOOTH = """
 from infcl_gen.losses.language import *
@@ -120,7 +124,7 @@ FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
     "angular": "combined.py:ANGULAR", "debiased_keys": "combined.py:DEBIASED",
-    "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD",
+    "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD", "weighed_by_all": "own.py:BY_ALL",
     "tempered_infonce": "tempered.py:INFONCE", "tempered_clip_ids": "tempered.py:CLIP",
     "tempered_siglip": "tempered.py:SIGLIP", "tempered_hard": "tempered.py:HARD",
     "clip_prefixes": "prefixes.py:clip", "infonce_prefixes": "prefixes.py:infonce",

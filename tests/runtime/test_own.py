@@ -19,7 +19,7 @@ from tests.verification.dense import dense, dense_loss
 
 from .pool import Packages, Pool, results
 
-LOSSES = ("weighted", "hard", "gemini")
+LOSSES = ("weighted", "hard", "gemini", "weighed_by_all")
 X = torch.randn(6, 8, dtype=torch.float64)
 W, N = torch.rand(6, dtype=torch.float64), torch.randn(6, 2, 8, dtype=torch.float64)
 CLOSE = {"rtol": 1e-10, "atol": 1e-13}
@@ -191,7 +191,7 @@ def over_ranks(pool: Pool, package: str, rows: list[int], keys: list[int], **opt
 
 @pytest.mark.parametrize(("rows", "keys"), [([33, 40], [65, 30]), ([0, 7], [9, 2])])
 @pytest.mark.parametrize("way", [RING, GATHER], ids=["ring", "gather"])
-@pytest.mark.parametrize("loss", ["hard", "gemini"])
+@pytest.mark.parametrize("loss", ["hard", "gemini", "weighed_by_all"])
 def test_over_ranks(
     pool: Pool, packages: Packages, loss: str, way: dict[str, Any], rows: list[int], keys: list[int]
 ) -> None:

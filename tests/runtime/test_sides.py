@@ -27,7 +27,7 @@ from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
 from tests.verification.dense import dense
 
 LOSSES = (
-    "dcl", "debiased", "hard_negative", "rince_of_rows", "margin_of_rows", "weighed_of_rows", "capped_of_rows",
+    "dcl", "dclw", "debiased", "hard_negative", "rince_of_rows", "margin_of_rows", "weighed_of_rows", "capped_of_rows",
 )  # fmt: skip
 OVERFLOWING = ("rince_of_rows", "margin_of_rows", "weighed_of_rows", "capped_of_rows")  # as they are written by hand
 OWN = Path(__file__).parent.parent / "kernels" / "losses.py"
@@ -100,6 +100,12 @@ def test_two_rows_have_no_negatives() -> None:
     assert float(loss) == -math.inf and float(dbias) == -1
     torch.testing.assert_close(dq, -2.0 * q.flip(0))
     torch.testing.assert_close(dscale, -(q[0] * q[1]).sum())
+    # Whose weights, of one similarity, are 1 whatever that is.
+    for ours, dcl in zip(
+        package("dclw").loss_and_grads(q, None, 2.0), (loss, dq, None, dscale, 0 * dbias), strict=True
+    ):
+        if dcl is not None:
+            torch.testing.assert_close(ours, dcl)
     for name in ("debiased", "hard_negative"):
         loss, dq, _, dscale, _ = package(name).loss_and_grads(q, None, 2.0)
         assert (float(loss), float(dscale)) == (0, 0) and not bool(dq.any())
@@ -148,7 +154,7 @@ def test_over_ranks(loss: str, transport: str) -> None:
 
 @pytest.mark.parametrize("rows", [[1, 2, 3], [7, 0, 4]], ids=str)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("loss", ["dcl", "hard_negative"])
+@pytest.mark.parametrize("loss", ["dcl", "dclw", "hard_negative"])
 def test_over_processes(over_processes: Callable[..., None], loss: str, transport: str, rows: list[int]) -> None:
     """On gloo, with labels of any row: the average of the ranks is the formula by hand."""
     over_processes(loss, transport, rows, functools.partial(tensors, positives="label", one_sided=True))
@@ -191,7 +197,7 @@ def test_over_ranks_a_label_on_a_device_that_names_its_own_row_gives_nan(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such labels are looked at once only. Each row sees the row without a positive: all gradients are NaN, and the
-    loss of its rank."""
+    loss of its rank; where terms depend on the positives of all rows that of every rank."""
     module, shards = package(loss), [4, 2]
     agreement = importlib.import_module(f"{module.__name__}._runtime.agreement")
     monkeypatch.setattr(agreement, "_label_range", lambda *_: (0, -1))
@@ -201,7 +207,7 @@ def test_over_ranks_a_label_on_a_device_that_names_its_own_row_gives_nan(
         found = module.loss_and_grads(features(6, "fp64").split(shards)[rank], None, labels=labels)
         return [bool(found[0].isnan()), bool(found[1].isnan().all()), bool(found[3].isnan())]
 
-    assert World(module, 2).run(job) == [[False, True, True], [True, True, True]]
+    assert World(module, 2).run(job) == [[loss == "dclw", True, True], [True, True, True]]
 
 
 def test_ways_of_calling_agree() -> None:

@@ -137,7 +137,7 @@ def test_over_ranks(pool: Pool, packages: Packages, loss: str, transport: str) -
     ranks_agree(pool, packages(loss, devices=3, transport=transport), loss)
 
 
-WEIGHTED, ENGINE = "_runtime/weighted.py", "_runtime/engine.py"
+WEIGHTED, ENGINE, TRANSPORT = (f"_runtime/{name}.py" for name in ("weighted", "engine", "transport"))
 ALONE: dict[str, Edit] = {
     "weights have no constant": (WEIGHTED, "factors[:, :1] *= constant", "factors[:, :1] *= 0"),
     "weights are not divided by their sum": (WEIGHTED, "(factors / (factors @ self._sums[:, -1:]))", "factors"),
@@ -149,7 +149,7 @@ ALONE: dict[str, Edit] = {
 OVER_RANKS: dict[str, Edit] = {
     "sums of keys stay at home": (WEIGHTED, "own.copy_(over_ranks(own,", "(lambda *_: None)(over_ranks(own,"),
     "sums of queries stay at home": (WEIGHTED, "self._arrived = over_ranks(", "_ = over_ranks("),
-    "the last rank's sums alone": (WEIGHTED, "total += received", "total = received"),
+    "the last rank's sums alone": (TRANSPORT, "total += received", "total = received"),
 }
 
 

@@ -47,13 +47,14 @@ def dense_loss(
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
     logit. "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
-    the fourth root of the sum of e^(x/2) over that of e^x). "distill" is the first cross-entropy of OpenCLIP's
-    `DistillClipLoss.dist_loss`, with the guide's similarities as the teacher's logits. "sogclr" is one direction of
-    arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times the temperature. Losses of one side follow in
-    `_dense_of_rows`, those with any number of positives in `_dense_of_ids`. "tempered_" before a name: the
-    similarities of each query, and of each key, are multiplied by numbers of their own. "cwcl" is the loss of arXiv
-    2309.14580 in one direction, "cwcl_both" the mean of that and infonce of keys; "cwcl_rince" is rince with 0.6 of
-    the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
+    the fourth root of the sum of e^(x/2) over that of e^x). "weighed_by_all" weighs r + r2/2 - 2p, of the sums of e^x
+    and e^(2x), by the caller's weight, times 2 - e^(z + p/3) over the mean of these of all positives, and adds r.
+    "distill" is the first cross-entropy of OpenCLIP's `DistillClipLoss.dist_loss`, with the guide's similarities as the
+    teacher's logits. "sogclr" is one direction of arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times
+    the temperature. Losses of one side follow in `_dense_of_rows`, those with any number of positives in
+    `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key, are multiplied by
+    numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
+    infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
     """
     if query_scale is not None:
         q, name = query_scale.to(q)[:, None] * q, name.removeprefix("tempered_")
@@ -105,6 +106,12 @@ def dense_loss(
         negatives = logits.exp().scatter(1, own[:, None], 0.0).sum(1)
         rest = torch.maximum((negatives - tau * count * p.exp()) / (1 - tau), count * torch.exp(-scale))
         return -torch.log(p.exp() / (p.exp() + rest)).mean()
+    if name == "weighed_by_all":
+        similar = ((q @ k.T).gather(1, own[:, None])[:, 0] + p / 3).exp()
+        assert query_weight is not None
+        weight = query_weight.to(q) * (2 - similar / similar.mean())
+        r, r2 = logits.logsumexp(1), (2 * logits).logsumexp(1)
+        return (r + weight * (r + r2 / 2 - 2 * p)).mean()
     if name == "hard_keys":
         negatives = logits.scatter(1, own[:, None], -torch.inf)
         return torch.logaddexp((2.5 * negatives).logsumexp(1) - negatives.logsumexp(1) - p, 0.0 * p).mean()
@@ -167,7 +174,8 @@ def _dense_of_ids(form: str, x: Tensor, same_id: Tensor, compared: Tensor) -> Te
 def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | float, labels: Tensor | None) -> Tensor:
     """A loss of one side from its similarities (M, M).
 
-    "dcl" is equation 6 of arXiv 2110.06848, with a mean. "debiased" is `criterion` of the authors' code of
+    "dcl" is equation 6 of arXiv 2110.06848, with a mean, and "dclw" the same with the weights of DCLW: that of a
+    positive is 2 - e^(z / 0.5) over the mean of these of all rows. "debiased" is `criterion` of the authors' code of
     arXiv 2007.00224 with tau_plus = 0.1, each row's exponentials over that of its largest logit. "hard_negative" is
     `criterion` of the authors' code of arXiv 2010.04592 with beta = 1, likewise. "weighed_of_rows" has the sum of e^x
     and that of e^(x / 3), of all other rows. "rince_of_rows" has
@@ -200,6 +208,9 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
         wrong = negatives.logsumexp(1) - p
         cost = torch.nn.functional.softplus(wrong, threshold=100)
         return (torch.sigmoid(wrong[own]) * cost + cost[own] / 4).mean()
+    if name == "dclw":
+        similar = (z[rows, own] / 0.5).exp()
+        return (negatives.logsumexp(1) - bias - (2 - similar / similar.mean()) * (p - bias)).mean()
     if name == "weighed_of_rows":
         of_all = (others / 3).exp().sum(1).sqrt() / 2
         return (others.logsumexp(1) + of_all - 3 * p).mean()

@@ -12,7 +12,7 @@ from tests.verification.dense import dense, dense_package
 
 SPECS = BUILTIN_LOSSES | {f"{name}_ids": DERIVABLE[f"{name}_without_ids"] for name in ("clip", "infonce")}
 SPECS |= SMOOTH
-SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled", "weighted", "hard")} | {
+SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled", "weighted", "hard", "weighed_by_all")} | {
     "decoupled_ids": DERIVABLE["decoupled_by_id"]
 }
 

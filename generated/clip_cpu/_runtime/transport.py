@@ -20,6 +20,7 @@ T = TypeVar("T")
 _Agree = Callable[[], None]
 _Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, sends and receives
 _streams: dict[int, torch.cuda.Stream] = {}  # by device: where messages are started
+_TAG = 32  # of messages outside of a trip; the tags of its tensors count from 0
 
 
 class Tensors(NamedTuple):
@@ -346,6 +347,16 @@ class Batch:
             return step()
         except RuntimeError as error:
             raise RuntimeError(f"{self._start} {' or '.join(dict.fromkeys(ends))}: {error}") from error
+
+
+def over_ranks(own: Tensor, group: Group, what: str) -> Tensor:
+    """The sum of all ranks' tensors (contiguous, of one shape), which each rank adds up in a fixed order."""
+    total, received = own.clone(), torch.empty_like(own)
+    for distance in range(1, group.size):
+        to, origin = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        Batch(group, what, [Message(own, to, _TAG)], [Message(received, origin, _TAG)]).wait()
+        total += received
+    return total
 
 
 class Moment:

@@ -15,22 +15,11 @@ import functools
 import torch
 from torch import Tensor
 
-from .group import Group, Message
+from .group import Group
 from .package import Call, Package
-from .transport import Batch, Trip
+from .transport import Trip, over_ranks
 
 STRIP_ROWS = 4096  # at a time, where a temporary is wider than the features
-_TAG = 32  # of messages; the tags of travelling tensors count from 0
-
-
-def over_ranks(own: Tensor, group: Group, what: str) -> Tensor:
-    """The sum of all ranks' tensors (contiguous, of one shape), which each rank adds up in a fixed order."""
-    total, received = own.clone(), torch.empty_like(own)
-    for distance in range(1, group.size):
-        to, origin = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-        Batch(group, what, [Message(own, to, _TAG)], [Message(received, origin, _TAG)]).wait()
-        total += received
-    return total
 
 
 class WeightedMeans:
