@@ -26,7 +26,7 @@ ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}
 SETTINGS = {  # scale and bias
     "siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0), "ntxent": (10.0, 0.0),
     "four_block": (20.0, 0.0), "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0), "supcon_out": (10.0, 0.0),
-    "infonce_out": (10.0, 0.0),
+    "infonce_out": (10.0, 0.0), "decoupled_weighted": (10.0, 0.0),
 }  # fmt: skip
 IDS = 12  # distinct ids in a batch of a loss that leaves out pairs of one id
 TIMEOUT_S = 300.0
@@ -207,14 +207,14 @@ def _of_documents(given: Given) -> Any:
     return ContrastiveLoss("four_block")(torch.cat(given.unit), None, given.scale)
 
 
-def _decoupled(given: Given) -> Any:
+def _decoupled(given: Given, name: str) -> Any:
     """Rows of both views as queries and as keys: by its id a row is not its own key."""
     import torch
 
     from infcl_gen import ContrastiveLoss
 
     rows, x = torch.arange(2 * ROWS), torch.cat(given.unit)
-    return ContrastiveLoss(f"{Path(__file__).resolve().parent / 'decoupled.py'}:DECOUPLED")(
+    return ContrastiveLoss(f"{Path(__file__).resolve().parent / 'decoupled.py'}:{name}")(
         x, x, given.scale, labels=rows.roll(ROWS), query_ids=rows, key_ids=rows
     )
 
@@ -291,7 +291,11 @@ COMPARISONS = (
     ),
     Comparison(
         "lightly", "lightly.loss", "DCLLoss()", "decoupled", partial(_lightly, name="DCLLoss"), learned=False,
-        ours=_decoupled,
+        ours=partial(_decoupled, name="DECOUPLED"),
+    ),
+    Comparison(
+        "lightly", "lightly.loss", "DCLWLoss()", "decoupled_weighted", partial(_lightly, name="DCLWLoss"),
+        learned=False, ours=partial(_decoupled, name="DECOUPLED_WEIGHTED"),
     ),
 )  # fmt: skip
 
