@@ -106,11 +106,11 @@ def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("dim", [96, 768])
-def test_kernels_with_a_guide(dim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loss", "dim"), [("distill", 96), ("distill", 768), ("gist", 96), ("gist", 768)])
+def test_kernels_with_a_guide(loss: str, dim: int, tmp_path: Path) -> None:
     how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
-    package = infcl_gen.generate(output=tmp_path / "p", loss="distill", **how)
-    kernels = ("forward", "forward_wide", "merge_guided", "combine", "gradient")
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, **how)
+    kernels = ("forward", "gradient") + ("forward_wide", "merge_guided", "combine") * (loss == "distill")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

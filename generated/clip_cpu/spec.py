@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7278f445f7f19aeb4c160240c1c5817ea683973cb30b05777f21e1ac6a83f58f",
+    "digest": "1a2ae0dd12688adf0fd9fafb4be91e307dad4e84b3472d6796c0b3424fa6fc38",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a8d71b17f2fc82dd18b43445d4b0b7748eb5007dfdbed5f241e775e53833c292",
+    "digest": "21396814b0d7444b01f940bd1fbd58e4ff95bb1da96eefb71b6193b112f81f8c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

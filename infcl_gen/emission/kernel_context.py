@@ -76,6 +76,12 @@ _LEGENDS_OF_POSITIVES = (
 _LEGEND_OF_GUIDE = """\
 guide               y_ij log2(e), y_ij = u_i . v_j, of the features u (M, D) and v (N, D) of the guide
 p_i                 mean of z over row i by the softmax of its guide, times the slope of the logit"""
+_LEGENDS_OF_THRESHOLDS = (
+    "thresholds          of z_ij of row i: pairs above it are left out of r_i",
+    """\
+guide               u_i . v_j, of the features u (M, D) and v (N, D) of the guide
+thresholds          of the guide's similarities of row i: pairs above it are left out of r_i""",
+)
 _BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float("-inf"), 0.0)'
 _BELOW_OF_SIDES = f"""{_BELOW}
 of_rows = tl.where(out_of_rows, float("-inf"), below)
@@ -127,7 +133,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
         "formula_of_g": "share_i 2^(y - r_i)"
-        + " + b_i 2^(guide - its log-sum-exp)" * plan.traits.guide
+        + " + b_i 2^(guide - its log-sum-exp)" * plan.traits.by_guide
         + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
         + ", and the same of MULTIPLE y" * plan.traits.second,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
@@ -254,10 +260,11 @@ def _header_context(plan: Plan) -> dict[str, Any]:
         "helpers": "helpers_of_sums",
         "lowest": _LOWEST if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
         "legend_of_positives": _LEGEND_OF_GUIDE
-        if traits.guide
+        if traits.by_guide
         else _LEGENDS_OF_POSITIVES[traits.softmax_of_positives]
         if traits.several
         else ABSENT,
+        "legend_of_thresholds": _LEGENDS_OF_THRESHOLDS[traits.guide] if traits.thresholds else ABSENT,
         "legend_of_second": "r2_i                log-sum-exp of MULTIPLE * x over row i, likewise"
         if traits.second
         else ABSENT,
@@ -277,8 +284,11 @@ def _class_context(plan: Plan) -> dict[str, Any]:
         "masked": plan.traits.masked,
         "in_sums": placed and not plan.traits.without_positives,
         "which_are_left_out": left_out(
-            plan.traits.classes, "same_id", "is_positive", "(is_positive == 0)", " & ", " | "
+            plan.traits.classes, "same_id", "is_positive", "(is_positive == 0)", "above", " & ", " | "
         ),
+        "thresholds": plan.traits.thresholds,
+        "guide": plan.traits.guide,
+        "compared": "guide" if plan.traits.guide else "z",
         **_masks_of_sides(plan),
         **{name: text if plan.traits.masked or triangle else ABSENT for name, text in _MASK.items()},
         **({"id_mask": _BELOW_OF_SIDES if plan.traits.masked else _BELOW} if triangle else {}),
@@ -436,8 +446,8 @@ def _several_context(plan: Plan) -> dict[str, Any]:
     texts |= {name: text for group, used in groups if used for name, text in group.items()}
     return texts | {
         "several": plan.traits.sorted_ids,
-        "guided": plan.traits.guide,
-        "about_g_of_positives": _ABOUT_G_BY_GUIDE if plan.traits.guide else _ABOUT_G_OF_POSITIVES,
+        "guided": plan.traits.by_guide,
+        "about_g_of_positives": _ABOUT_G_BY_GUIDE if plan.traits.by_guide else _ABOUT_G_OF_POSITIVES,
         "largest_step": PANEL_LIMIT,
         "noted_positives": plan.traits.placed and not triangle,
         "softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,

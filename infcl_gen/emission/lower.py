@@ -41,7 +41,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
-        second = "_guided" if plan.traits.guide else "_several" * plan.traits.several
+        second = "_guided" if plan.traits.by_guide else "_several" * plan.traits.several
         kind = second or ("_combined" if plan.traits.combined else pairs)
         kind = "_slabs" if plan.slabs else kind
         names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
@@ -161,8 +161,9 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
     if traits.masked and not traits.triangle:
-        of_panel = f"kept_({of_panel}, part)"
-        x2_of_strip = f"kept_({x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k)))"
+        of_panel = f"kept_({of_panel}, part{', above' * traits.thresholds})"
+        x2_of_strip = f"{x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k))"
+        x2_of_strip = _KEPT_BY_THRESHOLD.format(x2_of_strip) if traits.thresholds else f"kept_({x2_of_strip})"
     of_plan = ("dim", "both_axes", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
     return {field: getattr(plan, field) for field in of_plan} | {
         "loss_formula": formulas["loss"],
@@ -188,13 +189,14 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "plus_mean": " + formulas.MEAN_SHARE" * (traits.means or traits.weighted),
         "strip_of_mask": _about_strips(traits) if affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
+        **_torch_thresholds(traits),
         **_torch_masks(traits, derivation.through_z != 0),
         **_torch_second(traits),
         "partnered": traits.partnered,
         "noted_partners": "note_partners_(block)" if traits.partnered else ABSENT,
         **(
             _torch_several(traits, x2_of_strip.replace("[strip]", "[rows]"))
-            if traits.several and not traits.guide
+            if traits.several and not traits.by_guide
             else {}
         ),
         "sums_slopes": traits.sums_slopes,
@@ -240,10 +242,41 @@ def _torch_vectors(traits: Traits) -> dict[str, Any]:
     return (found if traits.vectors else absent) | {"and_slopes": ", *of_own" * bool(traits.vectors)}
 
 
+_KEPT_BY_THRESHOLD = """kept_(
+            {}, above[strip]
+        )"""
+_ABOVE_BY_GUIDE = """\
+y, _ = panels.products(u, converted(part.guide_keys, panels.k))
+            above = panels.above(y, part.thresholds)"""
+
+
+def _torch_thresholds(traits: Traits) -> dict[str, Any]:
+    """What the sweeps have of pairs that are left out above a threshold of their query."""
+    guide, found = traits.guide and traits.thresholds, traits.thresholds
+    return {
+        "thresholds": found,
+        "legend_of_thresholds": _LEGEND_OF_THRESHOLDS[guide] if found else ABSENT,
+        "mask_of_panel": "1 mask of a panel, of the pairs that are above their thresholds" if found else ABSENT,
+        "guide_of_rows": "u = converted(own.guide_queries, panels.u)" if guide else ABSENT,
+        "above_by_guide": _ABOVE_BY_GUIDE if guide else ABSENT,
+        "above": "above = panels.above(z, part.thresholds)" if found and not guide else ABSENT,
+        "room_for_guide": "self.u = torch.empty_like(self.q)" if guide else ABSENT,
+        "and_above": ", above" * found,
+        "above_type": ", above: Tensor" * found,
+    }
+
+
+_LEGEND_OF_THRESHOLDS = (
+    "t_i  threshold of the similarities z_i of row i",
+    "u, v (m and n, D)   features of the guide, y_ij  u_i . v_j; t_i  threshold of the similarities y_i of row i",
+)
+
+
 def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
     """What depends on which pairs the log-sum-exps leave out, and on how a query's term combines its sum."""
     without, combined, triangle = traits.without_positives, traits.combined, traits.triangle
-    which = left_out(traits.classes, "has the query's id", "is the positive", "is not the positive", " and ", " or ")
+    of_id, above = "has the query's id", "is above the query's threshold"
+    which = left_out(traits.classes, of_id, "is the positive", "is not the positive", above, " and ", " or ")
     apart = by_z and not traits.affine
     noted = "z, then exponent and term, as a wide float, in each sum that holds it."
     included = (
@@ -255,6 +288,7 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "apart": apart,
         "without_positives": without,
         "about_left_out": f"a key {which}",
+        "also_above": "left_out |= above[rows]" if traits.thresholds else ABSENT,
         "about_parts": _ABOUT_PARTS if combined else noted,
         "about_positives": ABSENT if combined else included,
         "alone": "own.positive[0]" if combined else _ALONE,

@@ -58,7 +58,7 @@ def schedule_context(
     words = ", ".join(word for word, used in imports.items() if used)
     pieces = {
         "ratios": ratios and not plan.slabs, "halves": plan.split, "triangle": triangle, "merge": plan.merges_sides,
-        "several": plan.traits.sorted_ids, "guided": plan.traits.guide,
+        "several": plan.traits.sorted_ids, "guided": plan.traits.by_guide,
     }  # fmt: skip
     flagged = "gradient_wide" in options and not plan.rows
     backward_buffers = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
@@ -72,7 +72,7 @@ def schedule_context(
         "placed": plan.traits.placed,
         "apart": plan.traits.apart,
         "noted_positives": _BY_GUIDE
-        if plan.traits.guide
+        if plan.traits.by_guide
         else "_positives(part)"
         if plan.traits.sorted_ids
         else "_positives(part, scratch)",
@@ -120,7 +120,7 @@ def schedule_context(
         "gradient_strip": "_strip(m, n)  # as the forward kept it" if plan.stash else own_strip,
         # Further arguments of a call.
         "longest_strip": longest,
-        "wide_result": "" if plan.exact else "out_dtype=torch.float32, ",
+        "wide_result": "" if plan.operand_bytes > 2 else "out_dtype=torch.float32, ",
         "imports": f"(\n    {words},\n)" if len(words) > 90 else words,
         "constants": _constants(plan, profile, exponent) + _of_prefixes(plan, weights),
         "forward_buffers": _forward_buffers(plan),
@@ -266,7 +266,7 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
         ("row_second", "of the second log-sum-exps (key blocks, rows)", row_parts, plan.traits.second),
         ("key_second", "the same (strips, keys)", key_parts, plan.traits.second and plan.both_axes),
-        ("row_guide", "by the guide (key blocks, rows)", _new(f"3, {shapes[0]}") + ".unbind()", plan.traits.guide),
+        ("row_guide", "by the guide (key blocks, rows)", _new(f"3, {shapes[0]}") + ".unbind()", plan.traits.by_guide),
         ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),

@@ -38,7 +38,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
     "row_second_exponent row_second_sum key_second_exponent key_second_sum "
     "second_exponent second_mantissa key_second_mantissa partner_exponent partner_mantissa "
-    "stash_reference own_reference share",
+    "stash_reference own_reference share thresholds",
     "*fp64": "part_sums sums pooled_ptr",
     "*bf16": "stash",
     "*i32": "flags",
@@ -139,11 +139,16 @@ def both_labels(choice: Choice) -> str:
 def classes(choice: Choice) -> str:
     """What a tile is told of the classes of its pairs: the places of positives, and ids. Of a triangle it is those of
     its columns, too, and how many of these have sums: none of another rank's."""
-    if choice.traits.guide:
+    if choice.traits.by_guide:
         return GUIDES
     if choice.traits.triangle:
         return f"{both_labels(choice)} summed_keys"
-    return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids)
+    return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids + compared(choice))
+
+
+def compared(choice: Choice) -> list[str]:
+    """What a tile compares its similarities, or a guide's, with, where pairs above a threshold are left out."""
+    return ["thresholds", *[GUIDES] * choice.traits.guide] if choice.traits.thresholds else []
 
 
 class Part(NamedTuple):

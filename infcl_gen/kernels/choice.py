@@ -77,7 +77,7 @@ class Choice:
         too, of which another row's sum has a term; a second log-sum-exp follows. Of any number of positives four, too:
         at first their sum and number; a log-sum-exp has an exponent besides."""
         if self.traits.several:
-            return 4 + (self.traits.softmax_of_positives or self.traits.guide)
+            return 4 + (self.traits.softmax_of_positives or self.traits.by_guide)
         if self.traits.combined:
             return 4 + (not self.traits.affine) + self.traits.triangle + 2 * self.traits.second
         sums = 1 + self.traits.has_keys
@@ -99,7 +99,7 @@ class Choice:
     def partial_sums(self) -> int:
         """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of a guide's
         softmax its sum, that of z by it, and their exponent."""
-        return 2 + 2 * self.traits.second + 3 * self.traits.guide
+        return 2 + 2 * self.traits.second + 3 * self.traits.by_guide
 
     @property
     def merges_sides(self) -> bool:
@@ -115,14 +115,17 @@ class Choice:
     @property
     def split(self) -> bool:
         """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32. Not
-        beside a guide, whose features would be halves, too."""
+        beside a guide, whose features would be halves, too, nor where similarities are compared with thresholds."""
         where = (self.strategy, self.target, self.dtype, self.precision)
-        return where == ("panel", "cuda", "fp32", "default") and not self.traits.guide
+        alone = not (self.traits.guide or self.traits.thresholds)
+        return where == ("panel", "cuda", "fp32", "default") and alone
 
     @property
     def exact(self) -> bool:
-        """Whether operands are fp32: every row and column has its own reference, so no strip is computed again."""
-        return self.dtype == "fp32" and not self.split
+        """Whether every row and column has its own reference, so that no strip is computed again: of fp32 operands, and
+        where pairs above a threshold are left out, among which a sample would find its largest logits. Forward and
+        gradient then compare the similarities of one kind of tile."""
+        return (self.dtype == "fp32" and not self.split) or self.traits.thresholds
 
     @property
     def input_precision(self) -> str:

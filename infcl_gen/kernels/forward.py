@@ -87,7 +87,7 @@ def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.both_axes
-    if choice.traits.guide:
+    if choice.traits.by_guide:
         sums += " row_guided row_guide_sum row_guide_exponent"
     if choice.traits.second:
         sums += " row_second_exponent row_second_sum" + " key_second_exponent key_second_sum" * choice.both_axes

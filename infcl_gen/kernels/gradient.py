@@ -10,6 +10,7 @@ from infcl_gen.kernels.arguments import (
     Kernel,
     arguments,
     both_labels,
+    compared,
     gradient_of_positive,
     of_positives,
     places,
@@ -78,7 +79,7 @@ class GradientTile(Tile):
         if choice.slabs:
             return SLAB_BLOCKS[architecture]
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
-        if choice.traits.ids_in_tiles or two:
+        if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
@@ -88,9 +89,12 @@ class GradientTile(Tile):
 
 
 def few_numbers(choice: Choice) -> bool:
-    """Whether a thread has registers for few numbers of z: two statistics take them, and so do exact products of fp32,
-    whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these."""
-    return choice.traits.two_statistics or (choice.traits.sorted_ids and choice.exact)
+    """Whether a thread has registers for few numbers of z: two statistics take them, a guide's similarities, and exact
+    products of fp32, whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these, but for
+    those with thresholds. Ids beside thresholds spill 32 bytes."""
+    traits, wide = choice.traits, choice.operand_bytes > 2
+    few = traits.guide or traits.ids or wide if traits.thresholds else traits.sorted_ids and wide
+    return traits.two_statistics or few
 
 
 def _has_registers(choice: Choice) -> bool:
@@ -107,9 +111,9 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
     if choice.traits.slabs:
         return _of_slabs(choice, sums, sizes)
-    told = IDS * choice.traits.ids_in_tiles or GUIDES * choice.traits.guide
+    told = " ".join([IDS] * choice.traits.ids_in_tiles + [GUIDES] * choice.traits.by_guide + compared(choice))
     diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
-    sums += " guide_sum guide_exponent" * choice.traits.guide
+    sums += " guide_sum guide_exponent" * choice.traits.by_guide
     gradient = arguments(Q, K, told, SCALARS, sums, g, "flags" * shared, sizes, strides, diagonal, "DESCRIPTORS WIDEN")
     again = arguments("q k", told, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, diagonal, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")

@@ -69,7 +69,7 @@ def _adding(choice: Choice) -> tuple[Kernel, ...]:
 def _of_several(choice: Choice) -> tuple[Kernel, ...]:
     """Of any number of positives, or by a guide."""
     total = of_positives(choice, "number_of_positives", "sum_of_positives", "exponent_of_positives")
-    total += "guided guide_sum" * choice.traits.guide
+    total += "guided guide_sum" * choice.traits.by_guide
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
     taken = f"query_exponent query_mantissa {total} {SCALARS} {vectors} scale_parts bias_parts query_terms"
     diagonal, scalars = "DIAGONAL" * choice.traits.triangle, SCALARS * choice.traits.softmax_of_positives
@@ -78,7 +78,7 @@ def _of_several(choice: Choice) -> tuple[Kernel, ...]:
     merge = arguments(parts, "guided guide_sum guide_exponent rows parts part_stride written")
     return (
         Kernel("merge_guided", merge)
-        if choice.traits.guide
+        if choice.traits.by_guide
         else Kernel("positives", positives, "positive", template="positives_of_ids"),
         Kernel("combine", arguments(taken, "queries all_queries all_keys")),
         Kernel("row_loss", arguments("query_terms loss queries weight BLOCK")),

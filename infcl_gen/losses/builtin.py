@@ -109,6 +109,30 @@ No sweep knows of the weights: means take products of guides and features, 8 N D
 The other direction is `infonce`, called from the other side, or in one loss as [below](#a-loss-of-your-own).""",
 )
 
+_nearer = step(guide - positive(guide)) * (1 - is_positive)
+
+GIST = LossSpec(
+    name="gist",
+    formula=mean_over_queries(logsumexp_over_keys(_x, where=1 - _nearer) - positive(_x)),
+    positives="diagonal",
+    doc="InfoNCE without the negatives that a guide takes for positives: those it finds nearer than the positive.",
+    source="Solatorio, arXiv 2402.16829, between queries and keys alone; sentence-transformers' "
+    "`GISTEmbedLoss` without `contrast_anchors` and `contrast_positives`",
+    use="""\
+For text embeddings where a batch has further right answers, which a model that is trained already can tell.
+A call passes its features as `guide_queries=`, (M, D), and as `guide_keys=`, (N, D). They have no gradient.
+Pair i has the same row in both. Pad the narrower of features and guide by zeros: no product changes.
+A negative counts unless the guide's similarity of it and the query exceeds that of the query's own pair.
+
+The further sums of the source, of queries with queries and of keys with keys, are not part of this loss.
+Nor are hard negatives, which `positives="label"` would need.
+Each rank has as many keys as queries.
+
+A similarity that equals the pair's own, as of a document that occurs twice, may count or not: roundings decide.
+A loss of one's own has a margin: `step(guide - positive(guide) + margin)` leaves out what is as near, too.
+With `z` for `guide` a loss needs none: Qwen3 Embedding, arXiv 2506.05176, has `step(z - positive(z) - 1/10)`.""",
+)
+
 INFONCE_OUT = LossSpec(
     name="infonce_out",
     formula=mean_over_queries(logsumexp_over_keys(_x) - mean_over_positives(_x)),
@@ -385,6 +409,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         RINCE,
         SOGCLR,
         GEMINI,
+        GIST,
         CWCL,
         SIGLIP,
         SIGLIP_MULTI,

@@ -239,6 +239,8 @@ class Derivation:
         """What the loss of logits depends on besides those, in a fixed order."""
         found, of_all = {z: positive_z} | {each: each for each in (scale, bias)}, self.form.pooled or Integer(0)
         read = self.form.formula.free_symbols | of_all.free_symbols
+        if "above" in self.form.excluded:
+            read |= {positive_z}
         return tuple(name.name for name, symbol in found.items() if symbol in read)
 
     @property
@@ -313,7 +315,7 @@ class Derivation:
     def _strips(self) -> int:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
-        mask = 1 if "same_id" in self.form.classes else 0  # of one byte for each pair
+        mask = int(bool({"same_id", "above", "above_by_guide"} & {*self.form.classes}))  # of one byte for each pair
         if (
             self.form.several and not self.form.guided
         ):  # the shares of positives, those of the other side, and the logits they are made from

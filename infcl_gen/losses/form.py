@@ -11,10 +11,12 @@ too, of any number n of positives: the mean of their logits, or the log-sum-exp;
 positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
 depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
 of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the positives of all
-queries of a function of their logits and similarities. Of similarity("query", "query") z_ij = q_i . q_j, and a row is
-no key of its own: the form is that of i != j over z, and its domain a triangle. There F may also depend on s of the row
-that is the positive: rows are then pairs, each the positive of the other. To F and G may be added constants times the
-mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
+queries of a function of their logits and similarities. Log-sum-exps of logits may leave pairs out: positives, those of
+one id, and those whose similarity, or a guide's, exceeds their query's threshold, which is affine in that of its
+positive. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j
+over z, and its domain a triangle. There F may also depend on s of the row that is the positive: rows are then pairs,
+each the positive of the other. To F and G may be added constants times the mean of a query's logits, m_i, and of a
+key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -22,7 +24,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
@@ -68,8 +70,10 @@ class Form:
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
     of_means    what multiplies m_i in M * L beside F, and d_j beside G: constants
     pair_term   h, times M; None without one
-    excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
-                but no positive
+    excluded    the classes of pairs that are left out of the log-sum-exps: "positive", "same_id", pairs of one id but
+                no positive, and "above" or "above_by_guide", pairs above their query's threshold, but no positive
+    threshold   of a query: threshold[0] * y + threshold[1], y the similarity of its positive, or a guide's; None
+                without one
     domain      of the pairs (i, j): as in `Traits`
     scaled      as in `Traits`: z is the product of features times these, in all expressions
     multiple    what multiplies the logits in the second log-sum-exp; 1 without one
@@ -94,6 +98,7 @@ class Form:
     next_state: Expr | None = None
     weight: tuple[Expr, Expr] | None = None
     pooled: Expr | None = None
+    threshold: tuple[Expr, Expr] | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -141,6 +146,9 @@ class Form:
 BY_GUIDE = "mean_by_guide"
 _OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
+# Which pairs are above their query's threshold, in masks; and the class of pairs by what is compared with it.
+_IS_ABOVE = Symbol("is_above", real=True)
+_ABOVE = {z: "above", language.guide: "above_by_guide"}
 OWN = {"query_weight": u, "negatives": h, "query_state": state}
 SCALES = (language.query_scale, language.key_scale)
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
@@ -164,7 +172,8 @@ _OUTSIDE = {
     "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
     "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
     "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
-    language.guide.name: "guide stands outside of means by it: write mean_by_softmax(x, guide), or it in a weight=",
+    language.guide.name: "guide stands outside of means by it: write mean_by_softmax(x, guide), or it in a weight= "
+    "or a where=",
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
 }
 _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
@@ -198,10 +207,11 @@ def form_of(spec: LossSpec) -> Form:
         of_pairs = written.atoms(language.sum_over_pairs)
         return _pointwise(spec, written, sorted(of_pairs, key=sympy.default_sort_key), scaled)
     _check_partners(spec, written, domain)
+    written, compared = _without_thresholds(spec, written, domain)
     written, of_positives = _with_statistic_of_positives(spec, written, domain)
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
-    excluded, (logit, multiple) = _excluded(statistics, domain), _logits(statistics)
+    excluded, (logit, multiple) = _excluded(statistics, domain, compared), _logits(statistics)
     weight = _weight(statistics)
     means = sorted(each.func.__name__ for each in statistics if isinstance(each, _OF_ALL))
     refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
@@ -258,7 +268,8 @@ def form_of(spec: LossSpec) -> Form:
     )  # fmt: skip
     over_symbols = formula.xreplace(_REDUCED | second).replace(language.next_state, language.detach)
     over_symbols = over_symbols.replace(_POOLED, lambda _: pooled)
-    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight, of_all)
+    threshold = None if compared is None else compared.threshold
+    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight, of_all, threshold)
     return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
 
 
@@ -517,25 +528,56 @@ def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
     return logit, multiple
 
 
-# The classes that a mask leaves out, by its values for pairs of (no positive, another id), (no positive, one id),
-# (positive, another id) and (positive, one id).
-_MASKS = {
-    (1, 1, 1, 1): (),
-    (1, 0, 1, 1): ("same_id",),
-    (1, 1, 0, 0): ("positive",),
-    (1, 0, 0, 0): ("positive", "same_id"),
-}
-
-
-def left_out(excluded: tuple[str, ...], same_id: str, positive: str, negative: str, both: str, either: str) -> str:
+def left_out(
+    excluded: tuple[str, ...], same_id: str, positive: str, negative: str, above: str, both: str, either: str
+) -> str:
     """The condition by which `Form.excluded` leaves a pair out, of texts that say that it is of one id, is a positive,
-    and is none; `both` and `either` join them. Of nothing excluded ""."""
-    if excluded == ("same_id",):
-        return same_id + both + negative
-    return either.join([same_id] * ("same_id" in excluded) + [positive] * ("positive" in excluded))
+    is none, and is above its query's threshold; `both` and `either` join them. Of nothing excluded ""."""
+    others = [same_id] * ("same_id" in excluded) + [above] * bool({*_ABOVE.values()} & {*excluded})
+    if "positive" in excluded:
+        return either.join([*others, positive])
+    any_other = either.join(others)
+    return (f"({any_other})" if others[1:] else any_other) + (both + negative) * bool(others)
 
 
-def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
+class _Comparison(NamedTuple):
+    """Of pairs with their query's threshold."""
+
+    written: Expr  # the step
+    name: str  # the class of pairs above it
+    threshold: tuple[Expr, Expr]
+
+
+def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[Expr, _Comparison | None]:
+    """The formula with a symbol in its masks for which pairs are above their query's threshold, if there is one."""
+    masks = {each: math.prod(each.args[1:], start=ONE) for each in formula.atoms(*_SUMS)}
+    steps = sorted(set[Expr]().union(*(mask.atoms(language.step) for mask in masks.values())), key=str)
+    if not steps:
+        return formula, None
+    how = "write step(guide - positive(guide) + margin), or z for guide"
+    shown = [display(each, {language.guide.name: "guide"}) for each in steps]
+    refuse((len(steps) > 1, f"a mask has one threshold, and {' and '.join(shown)} are two: {how}"),
+           (domain == "triangle", "a threshold has no kernel yet in a loss of one side: give both sides, and write z"),
+           (formula.has(language.mean_over_keys), "a threshold has no kernel yet beside mean_over_keys: write "
+            "mean_over_queries alone, and call it once for each direction"),
+           (spec.positives != "diagonal", f"a threshold has no kernel yet beside positives={spec.positives!r}: write "
+                                          "positives='diagonal'"))  # fmt: skip
+    (difference,) = steps[0].args
+    compared = [each for each in _ABOVE if difference.has(each)]
+    own = language.positive(compared[0]) if len(compared) == 1 else language.positive(z)
+    at = Dummy("at_positive")
+    apart = sympy.expand(difference.xreplace({own: at}))
+    factor = diff(apart, compared[0]) if len(compared) == 1 else Integer(0)
+    refuse((not factor.is_number or not factor > 0, f"{shown[0]} is no comparison of a similarity: {how}"))
+    slope = -diff(apart, at) / factor
+    margin = sympy.expand(compared[0] - slope * at - apart / factor)
+    refuse((not slope.is_number or not margin.is_number, f"{shown[0]} is no comparison with a number: {how}"))
+    where = {each: each.func(each.args[0], mask.xreplace({steps[0]: _IS_ABOVE})) for each, mask in masks.items()}
+    formula = formula.xreplace({each: new for each, new in where.items() if each.args[1:]})
+    return formula, _Comparison(steps[0], _ABOVE[compared[0]], (slope, margin))
+
+
+def _excluded(statistics: list[Expr], domain: Domain, compared: _Comparison | None) -> tuple[str, ...]:
     """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel; a row and
     itself are no pair of a triangle, and every mask of one must leave them out."""
     sums = [each for each in statistics if isinstance(each, _SUMS)]
@@ -550,16 +592,27 @@ def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
         more = "where=(1 - is_self) * (1 - is_positive) its positive, too"
         refuse((itself != 0 or of_others not in known, f"{why} leaves out the row itself, and {more}"))
         return known[of_others]
-    corners = itertools.product((0, 1), repeat=2)
-    kept = tuple(sympy.expand(mask.xreplace({is_positive: Integer(a), same_id: Integer(b)})) for a, b in corners)
     refuse((mask.has(is_self), "is_self has no value where queries and keys are two sides: write it beside "
                                "similarity('query', 'query')"))  # fmt: skip
-    if kept not in _MASKS:
+    classes = {is_positive: "positive", same_id: "same_id", **({_IS_ABOVE: compared.name} if compared else {})}
+
+    def kept(mask: Expr, *of: Expr) -> Expr:
+        """The value of a mask for pairs of these classes and of no other."""
+        return sympy.expand(mask.xreplace({each: Integer(each in of) for each in classes}))
+
+    found = tuple(name for each, name in classes.items() if kept(mask, each) == 0)
+    others = math.prod((1 - each for each, name in classes.items() if name in found and each != is_positive), start=ONE)
+    known = others * (1 - is_positive) if "positive" in found else others + is_positive * (1 - others)
+    subsets = itertools.chain(*(itertools.combinations(classes, count) for count in range(len(classes) + 1)))
+    if any(kept(mask, *of) != kept(known, *of) for of in subsets):
+        shown = {language.guide.name: "guide"}
+        written = mask if compared is None else mask.xreplace({_IS_ABOVE: compared.written})
+        one = "same_id" if compared is None else display(compared.written, shown)
         raise LossError(
-            f"the mask where={display(mask)} has no kernel yet: write 1 - is_positive, "
-            "1 - same_id * (1 - is_positive), or the product of both"
+            f"the mask where={display(written, shown)} has no kernel yet: write 1 - is_positive, "
+            f"1 - {one} * (1 - is_positive), or the product of both"
         )
-    return _MASKS[kept]
+    return found
 
 
 def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]]:

@@ -38,6 +38,8 @@ changes the terms of other queries, too: `derive` adds them up.
 | `next_state(e)`                      | query         | e without its gradient, which becomes the state              |
 | `detach(e)`                          | as it comes   | e, whose derivative is 0                                     |
 
+In `where=`, `step(guide - positive(guide))` is 1 for the pairs above their query's threshold; so it is of `z`.
+
 Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
 products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts. Kernels exist for a part of the
 language; `derive` refuses the rest with a reason.

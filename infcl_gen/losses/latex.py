@@ -162,8 +162,14 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     found, mask = {}, "w_{ij} " * bool(excluded)
     if mask:
         negative = positive.replace("=", r"\ne")
-        where = left_out(excluded, _SAME_ID, positive, negative, r" \text{ and } ", r" \text{ or } ")
+        above = ("y_{ij}" if derivation.traits.guide else "z_{ij}") + r" > \theta_i"
+        where = left_out(excluded, _SAME_ID, positive, negative, above, r" \text{ and } ", r" \text{ or } ")
         found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {where}, \text{{ else }} 1"
+    if derivation.form.threshold:
+        guided, (slope, margin) = derivation.traits.guide, derivation.form.threshold
+        own = Symbol("y_{ii}" if guided else "z_{ii}", real=True)
+        of_guide = r", \quad y_{ij} = u_i \cdot v_j" * guided
+        found["threshold"] = rf"\theta_i = {_text(slope * own + margin)}{of_guide}"
     if derivation.has_queries:
         others = r"{j \ne i}" if derivation.traits.triangle else "j"
         found["query_statistic"] = rf"r_i = \log \sum_{others} {mask}e^{{x_{{ij}}}}"

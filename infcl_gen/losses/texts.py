@@ -44,6 +44,7 @@ _PAIR = {
 }
 _SCALE_OF = {"query_scale": "query_scale_i", "key_scale": "key_scale_j"}
 _WEIGHT = "\nWEIGHT = {}, {}  # key j has the weight a + b * y_ij in it, for these a and b"
+_THRESHOLD = "\nTHRESHOLD = {}, {}  # of a query: a times the similarity of its positive, plus b, for these a and b"
 _NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
 # Of any number of positives the number, and the statistic by its kind; a query without any has any other numbers.
 _STATISTICS_OF_POSITIVES = {
@@ -187,8 +188,10 @@ def _of_vectors(derivation: Derivation) -> dict[str, str]:
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
     if excluded:
-        where = left_out(excluded, "id_j = id_i", "j = positive(i)", "j != positive(i)", " and ", " or ")
+        above = f"{_COMPARED[derivation.traits.guide]} > t_i"
+        where = left_out(excluded, "id_j = id_i", "j = positive(i)", "j != positive(i)", above, " and ", " or ")
         found["mask"] = f"w_ij = 0 where {where}, else 1"
+        found |= _threshold(derivation)
     if derivation.traits.triangle:
         mask = "w_ij * " * bool(excluded)
         found["query_statistic"] = f"r_i = log sum_{{j != i}} {mask}exp(x_ij)"
@@ -209,6 +212,18 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["query_mean"] = "m_i = 1/N * sum_j x_ij"
     found |= {"key_mean": "d_j = 1/M * sum_i x_ij"} if of_keys != 0 else {}
     return found | _own_statistics(derivation)
+
+
+_COMPARED = ("z_ij", "y_ij")  # with a threshold, by whether a guide has them
+
+
+def _threshold(derivation: Derivation) -> dict[str, str]:
+    """What pairs are compared with that are left out above it."""
+    if derivation.form.threshold is None:
+        return {}
+    guided, (slope, margin) = derivation.traits.guide, derivation.form.threshold
+    of_guide = ", y_ij = u_i . v_j" * guided
+    return {"threshold": f"t_i = {display(slope * z + margin, {'z': 'y_ii' if guided else 'z_ii'})}{of_guide}"}
 
 
 def _second_statistic(derivation: Derivation, summed: str) -> dict[str, str]:
@@ -331,9 +346,10 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     }[spec.positives]
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
-    masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", " & ", " | ")
+    above = f"({'y' if traits.guide else 'z'} > t[:, None])"
+    masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", above, " & ", " | ")
     masked = " | ".join([_NOT_ITSELF] * triangle + [masked] * bool(masked))
-    summed = "y" if masked else "x"
+    summed = ("kept" if traits.thresholds else "y") if masked else "x"  # y is the guide's
     several = form.several and not form.guided
     of_all = form.pooled is not None and torch_code(form.pooled)
     read = form.formula.free_symbols | (form.pooled.free_symbols if form.pooled is not None else set())
@@ -342,7 +358,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("found, n, p", several, f"of_positives(x, same_id{f' & ~{_NOT_ITSELF}' * triangle})"),
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
-        ("y", masked, f'x.masked_fill({masked}, float("-inf"))'),
+        ("t", traits.thresholds, f"THRESHOLD[0] * {'y' if traits.guide else 'z'}.diagonal() + THRESHOLD[1]"),
+        (summed, masked, f'x.masked_fill({masked}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("rp", form.partnered, "r[labels]"),
@@ -376,7 +393,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L"
         * (traits.means or traits.weighted)
-        + _WEIGHT.format(*(float(each) for each in form.weight or (1, 0))) * traits.weighted,
+        + _WEIGHT.format(*(float(each) for each in form.weight or (1, 0))) * traits.weighted
+        + _THRESHOLD.format(*(float(each) for each in form.threshold or (1, 0))) * traits.thresholds,
         "but_means": ", but for the mean of its logits" * (traits.means or traits.weighted),
         "shape": "(M, M)" if triangle else "(M, N)",
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed

@@ -144,6 +144,9 @@ class Choices:
             return f"has no kernels for two sums of a query, as in the loss {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.guide and name != "panel":
             return f"has no kernels with a guide, as in the loss {derivation.spec.name}; valid: panel, torch"
+        if derivation.traits.thresholds and name != "panel":
+            of_loss = f"as in the loss {derivation.spec.name}"
+            return f"has no kernels that leave pairs above a threshold out, {of_loss}; valid: panel, torch"
         if derivation.traits.without_positives and name != "panel":  # a sample may take a positive for the reference
             return (
                 f"has no kernels that leave positives out, as in the loss {derivation.spec.name}; valid: panel, torch"
@@ -196,10 +199,10 @@ class Choices:
             transports = tuple(way for way in transports if way[0] != "ring")
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
         # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries,
-        # or the features of a guide.
+        # such as thresholds, or the features of a guide.
         traits = choice.traits
         single = traits.at_once or traits.triangle or traits.vectors or traits.guided or traits.slabs
-        recordable = name != "torch" and not single
+        recordable = name != "torch" and not single and not traits.thresholds
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         if choice.at_once and choice.separate:
@@ -296,7 +299,7 @@ def _settings_of(name: str, traits: Traits) -> frozenset[str]:
     if name not in ("fused", "rows") and not traits.triangle:  # whose panels are square
         keys |= {"panel_keys"}
     if name != "torch":
-        single = traits.triangle or traits.guide or traits.slabs
+        single = traits.triangle or traits.guide or traits.thresholds or traits.slabs
         keys |= {"descriptors"} if single else {"descriptors", "replay"}
     return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 

@@ -223,6 +223,7 @@ def _common_terms(v: Choice) -> list[Any]:
         *_of_weights() * v.traits.weighted,
         v.traits.pooled
         and BufferTerm("positives of all", "forward", (v.traits.pooled, m), "what their log-sum-exp takes", "fp64"),
+        *_of_thresholds() * v.traits.thresholds,
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]
@@ -265,6 +266,14 @@ def _of_weights() -> tuple[BufferTerm, ...]:
     )
 
 
+def _of_thresholds() -> tuple[BufferTerm, ...]:
+    """Thresholds of queries, and the products in work that they are made of."""
+    return (
+        BufferTerm("thresholds", "both", (2, m), "of each query, above which pairs are left out"),
+        BufferTerm("strips of positives", "both", (3, Min(SCALED_ROWS, m), D), "products in work"),
+    )
+
+
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
     """The scratch of a panel of a x b pairs."""
     further = len(v.traits.slabs) if phase == "backward" else min(1, len(v.traits.slabs))  # exponentials, or g of each
@@ -273,7 +282,12 @@ def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
         v.separate and BufferTerm("widened_guide", phase, (a + b, D), "of a panel's rows and keys, in full precision"),
     ]
     return [
-        *guided * v.traits.guide,
+        *guided * v.traits.by_guide,
+        v.traits.thresholds and BufferTerm("left_out", phase, (a, b), "pairs above their thresholds", "uint8"),
+        v.traits.thresholds
+        and v.traits.guide
+        and v.separate
+        and BufferTerm("widened_guide", phase, (a, D), "of a panel's rows, in full precision"),
         BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2 + further),
         BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
         v.traits.strips > 0 and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),

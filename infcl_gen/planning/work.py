@@ -85,7 +85,8 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         return (*_terms_at_once(v), *_means(v, "forward"))
     share, sides, losses = shares_of(v), 2 if v.both_axes else 1, v.losses
     forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
-    products = 1 + v.traits.guide  # of a tile: z, and the guide's similarities, with an exponential each
+    products = 1 + v.traits.guide  # of a tile: z, and the guide's similarities
+    terms_of_tile = 1 + v.traits.by_guide  # exponentials of both, where the guide's weigh logits
     panels = ceil_div(m, R) * ceil_div(n, C) * W * share.dq
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
     additions, finished, means = _additions(v, "backward"), _finished(v), _means(v, "forward", "backward") + _pooled(v)
@@ -93,7 +94,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         product = {"flops": 2 * pairs * D * products, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
         # backward for one exponential of each side, their weighted sum, and the positives.
-        each = {"exponentials": sides * losses * pairs * products}
+        each = {"exponentials": sides * losses * pairs * terms_of_tile}
         return (
             TimeTerm("forward product", "forward", "first", **product),
             TimeTerm(
@@ -177,7 +178,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 * pairs
                 * fraction
                 * (sides if v.traits.combined and not v.traits.even else 1)
-                * (1 + v.traits.second + v.traits.guide),
+                * (1 + v.traits.second + v.traits.by_guide),
                 efficiency=reached,
                 launches=2 * panels + (once if v.both_axes else 0),
             )

@@ -170,6 +170,11 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
                 'positives; labels="own" takes the first keys of each rank, in the order of its queries'
             )
     for rank, (rows, own) in enumerate(zip(layout.rows, layout.keys, strict=True)):
+        if package.traits.thresholds and rows != own:
+            raise ValueError(
+                f"{package.loss_name} compares pairs with that of a query and its own key: give each rank as many keys "
+                f"as queries, not {own} and {rows} as rank {rank} has"
+            )
         if labelling == "own" and rows > own:
             where = f"rank {rank} has" if ranks > 1 else "there are"
             raise ValueError(

@@ -70,6 +70,7 @@ from infcl_gen.runtime.weighted import STRIP_ROWS
 from infcl_gen.verification.oracle import (
     Inputs,
     LossAndGrads,
+    above_of,
     kept,
     loss_module,
     mean_share,
@@ -388,7 +389,8 @@ def _of_softmaxes(
     """Those of a loss of softmaxes, for logits wrong by dx."""
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
     own_logits = x[at_positives]
-    x = kept(x, inputs, torch.arange(len(x), device=x.device), mathematics.CLASSES)
+    places = torch.arange(len(x), device=x.device)
+    x = kept(x, inputs, places, mathematics.CLASSES, above_of(mathematics, inputs, places, inputs.q, inputs.others))
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
@@ -422,11 +424,12 @@ class _OfQueries:
         self.v, self.smallest, self.operand = statistics.eps / 2, statistics.smallest_normal, operand
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
         left_out = () if traits.several else mathematics.CLASSES
-        y = kept(x, inputs, torch.arange(len(x), device=x.device), left_out)
+        places = torch.arange(len(x), device=x.device)
+        y = kept(x, inputs, places, left_out, above_of(mathematics, inputs, places, inputs.q, inputs.others))
         self.long_sum = 4 + math.sqrt(x.shape[1]) / 8
         r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None
-        if traits.guide:
+        if traits.by_guide:
             p, dp = self._by_guide(x, dx, inputs)
             found = torch.ones_like(found)
         elif traits.several:
@@ -567,7 +570,7 @@ def _of_combined(
         dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
         dg += (dsecond + cancels)[:, None] * of.second
     g = smooth + slope[:, None] * of.positive
-    if traits.guide:  # all pairs round alike
+    if traits.by_guide:  # all pairs round alike
         smooth = g
     elif traits.several:  # positives, of which there may be many, round alike, and so do all other pairs
         smooth = smooth.masked_fill(inputs.are_positive(mathematics.POSITIVES), 0.0)

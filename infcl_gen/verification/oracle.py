@@ -172,7 +172,10 @@ def plain_of_all(mathematics: Any, inputs: Inputs) -> LossAndGrads:
     q, k = inputs.scaled(q, k, statistics)
     z = (q @ (q if k is None else k).T).to(statistics)
     x, own = mathematics.logit(z, scale, bias), inputs.vectors(mathematics, q, scale, bias, q.dtype)
-    taken = (x, *inputs.classes(mathematics.POSITIVES, q.dtype, statistics), *own)
+    products = q.dtype
+    if hasattr(mathematics, "THRESHOLD"):  # rounded similarities would be on the other side of it
+        products, z = statistics, q.to(statistics) @ k.to(statistics).T
+    taken = (x, *inputs.classes(mathematics.POSITIVES, products, statistics), *own)
     return _gradients(mathematics.loss_of_logits(*taken, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
 
@@ -210,11 +213,11 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
             if k is None:
                 same_id = same_id & (at[:, None] != places)
             return kept(x, part, at, ()).logsumexp(1), *mathematics.of_positives(x, same_id)
-        y = kept(x, part, at, mathematics.CLASSES)
+        y = kept(x, part, at, mathematics.CLASSES, above_of(mathematics, inputs, at, q, others))
         of_multiple = () if times is None else ((times * y).logsumexp(1),)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0], *of_multiple
 
-    guided = inputs.guide_queries is not None and not hasattr(mathematics, "WEIGHT")
+    guided = mathematics.POSITIVES == "none"
     pairs, several = hasattr(mathematics, "pair_term"), hasattr(mathematics, "of_positives")
     times = getattr(mathematics, "MULTIPLE", None)
     split = [each.split(SLICE_ROWS) for each in (q, places, labels, *(() if ids is None else (ids,)))]
@@ -327,9 +330,22 @@ def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tenso
     return values
 
 
-def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str]) -> Tensor:
+def above_of(mathematics: Any, inputs: Inputs, places: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
+    """Which pairs of the queries at `places` and all keys are above their query's threshold, in the widest dtype of a
+    loss; None of a loss without thresholds. q and k are those whose products are similarities."""
+    if not hasattr(mathematics, "THRESHOLD"):
+        return None
+    factor, margin = mathematics.THRESHOLD
+    guides = (inputs.guide_queries, inputs.guide_keys) if "above_by_guide" in mathematics.CLASSES else (q, k)
+    u, v = (each.detach().double() for each in guides if each is not None)
+    rows, own = u[places], v[inputs.positives()[places]]
+    found: Tensor = rows @ v.T > (factor * (rows * own).sum(1) + margin)[:, None]
+    return found
+
+
+def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str], above: Tensor | None = None) -> Tensor:
     """Logits of the queries at `places` and all keys, -inf where the log-sum-exps leave a pair out: of these classes of
-    `Traits`, or a row and itself."""
+    `Traits`, or a row and itself; `above` are the pairs above a threshold."""
     if inputs.k is None:
         x = x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
     if not classes:
@@ -337,6 +353,8 @@ def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str]) -> T
     positive = inputs.positives()[:, None] == torch.arange(x.shape[1], device=x.device)
     same_id = inputs.same_id()
     left_out = torch.zeros_like(positive) if same_id is None else same_id & ~positive
+    if above is not None:
+        left_out |= above & ~positive
     return x.masked_fill(left_out | positive if "positive" in classes else left_out, -torch.inf)
 
 

@@ -6,6 +6,7 @@ shrinks.
 
 import contextlib
 import dataclasses
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.gate import GateRow, gate, truth_of
-from infcl_gen.verification.oracle import Inputs, oracle
+from infcl_gen.verification.oracle import Inputs, loss_module, oracle
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
@@ -34,6 +35,7 @@ FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_ro
 # Row-major; column-major; every second row and column; a slice of something wider, whose rows are not 16-byte aligned;
 # the first row seen M times (stride 0).
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
+ROUNDINGS = 10.0  # of a product, that similarities of draws keep away from thresholds
 UPSTREAM = 2.0  # gradient of the loss, as a training step that divides or scales its loss has it; divided out exactly
 PLAIN_PANEL = 64  # queries, and keys, of a small panel where no kernel has tiles
 _PANELS = ("FORWARD_ROWS", "FORWARD_KEYS", "PANEL_ROWS", "PANEL_KEYS", "STASH_ROWS", "FINISH_ROWS")
@@ -60,6 +62,8 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
     traits = Traits(**module.SPEC["loss"]["traits"])
     own = (*traits.vectors, *traits.scaled)
     found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.partnered)
+    if traits.thresholds:
+        return apart_from_thresholds(module, found)
     if not traits.weighted:
         return found
     shorter = {  # so that weights add up to more than 0
@@ -67,6 +71,48 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
         for name in ("guide_queries", "guide_keys") if (x := getattr(found, name)) is not None
     }  # fmt: skip
     return found._replace(**shorter)
+
+
+def apart_from_thresholds(module: ModuleType, inputs: Inputs) -> Inputs:
+    """The inputs, or a guide's, with some rows moved until no similarity is within ROUNDINGS of its query's threshold.
+
+    Raises ValueError where rows stay near after 64 moves.
+    """
+    loss, generator = loss_module(module), torch.Generator().manual_seed(len(inputs.q))
+    names = ("guide_queries", "guide_keys") if "above_by_guide" in loss.CLASSES else ("q", "k")
+    for _ in range(64):
+        u, v = compared = getattr(inputs, names[0]), getattr(inputs, names[1])
+        near = near_thresholds(loss.THRESHOLD, *(inputs.scaled(u, v, torch.float64) if names[0] == "q" else compared))
+        if not bool(near.any()):
+            return inputs
+        rows = near.any(1), near.any(0)
+        inputs = inputs._replace(**{
+            name: _moved(x, which, generator) for name, x, which in zip(names, compared, rows, strict=True)
+        })  # fmt: skip
+    raise ValueError(f"similarities of {len(inputs.q)} queries stay near their thresholds")
+
+
+def near_thresholds(threshold: tuple[float, float], q: Tensor, k: Tensor) -> Tensor:
+    """Which similarities of q (M, D) and k (M, D) are so near the threshold of their query that ROUNDINGS may decide.
+    Of D = 1 a similarity may be on it: a product of two numbers is the same in any kernel."""
+    factor, margin = threshold
+    unit, alone = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps / 2, q.shape[1] == 1
+    q, k = q.double(), k.double()
+    z, size = q @ k.T, q.abs() @ k.abs().T
+    own = z.diagonal()[:, None]
+    distance = (z - (factor * own + margin)).abs()
+    size += size.diagonal()[:, None].clone()
+    near = (distance <= ROUNDINGS * unit * size) & (size > 0)
+    if alone and (factor, margin) == (1, 0):
+        near &= distance > 0
+    return near.fill_diagonal_(False)
+
+
+def _moved(x: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
+    """x with some of its rows a sixteenth of their length away."""
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    far = x.double() + noise * x.double().norm(dim=1, keepdim=True) / (16 * math.sqrt(x.shape[1]))
+    return x.clone().copy_(torch.where(rows[:, None], far, x.double()))
 
 
 def tensors(

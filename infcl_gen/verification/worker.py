@@ -83,10 +83,10 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
     for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
         inputs = inputs_of(module, case, device)
         case = dataclasses.replace(case, queries=len(inputs.q))
-        partnered = Traits(**module.SPEC["loss"]["traits"]).partnered
-        if partnered:  # of one rank
+        traits = Traits(**module.SPEC["loss"]["traits"])
+        if traits.partnered:  # of one rank
             inputs = inputs._replace(labels=neighbours(len(inputs.q)).to(device))
-        q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks, 2 if partnered else 1)
+        q_cuts, k_cuts = shards(case, traits, ranks)
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
         labelled = inputs.labels is not None or (inputs.k is None and module.SPEC["positives"] == "label")
         labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
@@ -113,9 +113,9 @@ def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
     return {"check": check, "ratio": max(row.ratio for row in rows), "failure": failed and f"{where}: {failed}"}
 
 
-def shards(case: Case, positives: str, world_size: int, multiple: int = 1) -> tuple[list[slice], list[slice]]:
+def shards(case: Case, traits: Traits, world_size: int) -> tuple[list[slice], list[slice]]:
     """Which rows and keys each rank holds: even shares on even seeds, else random cuts, so that some may be empty. Cuts
-    are at multiples of a number."""
+    are between pairs of rows, where these are partners."""
     draw = random.Random(case.seed)
 
     def cut(total: int) -> list[slice]:
@@ -123,11 +123,12 @@ def shards(case: Case, positives: str, world_size: int, multiple: int = 1) -> tu
             inner = sorted(draw.randint(0, total) for _ in range(world_size - 1))
         else:
             inner = [total * rank // world_size for rank in range(1, world_size)]
-        inner = [each // multiple * multiple for each in inner]
+        inner = [each - each % (1 + traits.partnered) for each in inner]
         return [slice(*pair) for pair in itertools.pairwise([0, *inner, total])]
 
     rows = cut(case.queries)
-    return rows, rows if positives == "diagonal" and case.seed % 3 else cut(case.keys)
+    alike = traits.thresholds or (traits.paired and case.seed % 3)
+    return rows, rows if alike else cut(case.keys)
 
 
 def averaged(parts: list[list[Any]]) -> LossAndGrads:

@@ -27,6 +27,7 @@ PROBLEMS = {
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
     "guide": {"loss": "distill"},
+    "thresholds": {"loss": "gist"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

@@ -81,6 +81,7 @@ PACKAGES += [planned(*each) for each in (("panel", "decoupled_by_id", "bf16", 76
 PACKAGES += [planned("rows", "hard", "bf16", 64), planned("panel", "ntxent", "bf16", 768)]
 PACKAGES += [planned("panel", "supcon_out", "bf16", 768), planned("panel", "supcon_in", "bf16", 96)]
 PACKAGES += [planned("panel", "distill", "bf16", 768), planned("panel", "distill", "fp32", 96)]
+PACKAGES += [planned("panel", "gist", "bf16", 768), planned("panel", "near_and_ids", "bf16", 96)]
 PACKAGES += [planned("panel", "infonce_in", "fp32", 96), planned("panel", "infonce_out", "fp16", 40)]
 PACKAGES += [planned("panel", "hard_negative", "bf16", 768), planned("panel", "hard_negative", "fp32", 96)]
 PACKAGES += [planned("panel", "hard_keys", "bf16", 96), planned("panel", "dclw", "bf16", 768)]

@@ -66,6 +66,23 @@ def far_positives(made: Made, device: str = "cpu") -> None:
     assert not failures(judged), failures(judged)
 
 
+def tied(made: Made, device: str = "cpu") -> None:
+    """Of keys of which a guide finds four alike roundings decide which count: in the gradient those of the sum do. It
+    then adds up to 0 over the keys of a query, as the last number of dq does where all keys have the same."""
+    package, draw = module(made), torch.Generator().manual_seed(7)
+    rows, dim, dtype = 130, package.SPEC["problem"]["dim"], DTYPES[made.dtype]
+    u, v, k = (torch.nn.functional.normalize(torch.randn(rows, dim, generator=draw), dim=1) for _ in range(3))
+    v, alike = v[torch.arange(rows) // 4], k[torch.arange(rows) // 4]
+    k = alike + k / 8
+    k[:, -1] = 1.0
+    u, v, k = (x.to(dtype).to(device) for x in (u, v, k))
+    q = torch.cat((4 * k[:, :-1], torch.zeros_like(k[:, -1:])), 1)
+    _, dq, dk, *_ = package.loss_and_grads(q, k, 1.0, guide_queries=u, guide_keys=v)
+    sums, sizes = rows * dq[:, -1].double().abs(), rows * dk.double().norm(dim=1) / q.double().norm(dim=1)
+    assert float(sizes.max()) > 0.1, "no query has a gradient"
+    assert float(sums.max()) <= 16 * torch.finfo(dtype).eps, f"a gradient adds up to {float(sums.max()):.1e}"
+
+
 def fitting(package: ModuleType, case: Case) -> Case:
     """The case with what the package was generated for."""
     problem = package.SPEC["problem"]
@@ -121,6 +138,18 @@ def not_finite(made: Made, which: str, value: float, device: str = "cpu") -> Non
         a, b = getattr(ours, name), getattr(theirs, name)
         swallowed = int((a.isfinite() & ~b.isfinite()).sum())
         assert not swallowed, f"{value} in {which}: {swallowed} elements of {name} are finite and must not be"
+
+
+def guide_not_finite(made: Made, device: str = "cpu") -> None:
+    """A guide's number that is NaN leaves no loss, and no gradient of its query."""
+    package = module(made)
+    inputs = inputs_of(package, fitting(package, Case(100, 100, 0, scale=14.3, seed=2)), device)
+    for name in ("guide_queries", "guide_keys"):
+        spoilt = getattr(inputs, name).clone()
+        spoilt[37, -1] = math.nan
+        given = inputs._replace(**{name: spoilt})
+        loss, dq, *_ = package.loss_and_grads(*given[:4], **given.given)
+        assert loss.isnan() and dq[37].isnan().all(), f"NaN in {name}: the loss is {float(loss)}, finite gradients"
 
 
 def not_finite_scalar(made: Made, which: str, value: float, device: str = "cpu") -> None:
@@ -548,7 +577,8 @@ def rows_without_partners(made: Made, device: str = "cpu") -> None:
 
 def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu") -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
-    order: the gate holds, nothing outside a buffer is overwritten, and gradients have one scratch for all hops."""
+    order, unless thresholds need a query's own key: the gate holds, nothing outside a buffer is overwritten, and
+    gradients have one scratch for all hops."""
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
@@ -563,10 +593,13 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
             labels = neighbours(sum(shards)).to(device) if inner.traits.partnered else batches[-1].positives()
             batches[-1] = batches[-1]._replace(labels=labels)
 
+    def sides(shards: list[int]) -> tuple[list[int], list[int]]:
+        return shards, shards if inner.traits.thresholds else shards[::-1]
+
     def job(rank: int) -> list[list[Tensor]]:
         found = []
         for shards, inputs in zip(rows, batches, strict=True):
-            queries, keys = (slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in (shards, shards[::-1]))
+            queries, keys = (slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in sides(shards))
             own = inputs.of_rank(queries, keys)
             with GuardBands(generated(made), NAN) as bands:  # autograd would run backward outside of them
                 results = package.loss_and_grads(*own[:4], **own.given)
@@ -577,7 +610,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     name = "rows_scratch" if whole else "backward_scratch"
     with unittest.mock.patch.object(inner.schedule, name, side_effect=getattr(inner.schedule, name)) as scratch:
         results = World(package, world, tables={world: table}).run(job)
-    working = sum(own > 0 for shards in rows for own in shards)
+    working = sum(own > 0 for shards in rows for own in shards)  # of queries
     assert scratch.call_count == working, f"{scratch.call_count} scratches for {working} sweeps"
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
         judged = gate(averaged(parts), truth_of(package, inputs))

@@ -69,6 +69,7 @@ MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supc
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
 GUIDED = Made("panel", "distill")
 GUIDED_IN_A_RING = Made("panel", "distill", devices=4, settings=(("transport", "ring"),))
+ABOVE, ABOVE_OF_A_RING = Made("panel", "gist"), Made("panel", "gist", devices=4, settings=(("transport", "ring"),))
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
@@ -1040,6 +1041,76 @@ BUGS: dict[str, Bug] = {
     ),
     "keys of a guide do not travel": Bug(
         GUIDED_IN_A_RING,
+        (
+            (
+                "_runtime/engine.py",
+                'guides = trip["guide keys"] if traits.guide else None',
+                "guides = self.call.guide_keys",
+            ),
+        ),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
+    ),
+    "positives above a threshold are left out": Bug(
+        ABOVE,
+        (("kernels.py", "left_out = above & (is_positive == 0)", "left_out = above"),),
+        checks.numerics,
+        (case(),),
+        "loss|dq",
+    ),
+    "what is below a threshold is left out": Bug(
+        ABOVE, (("kernels.py", "guide > row_thresholds", "guide < row_thresholds"),), checks.numerics, (case(),), "dq"
+    ),
+    "thresholds are of the first rows": Bug(
+        ABOVE,
+        (("kernels.py", "tl.load(thresholds + rows,", "tl.load(thresholds + rows - row0,"),),
+        checks.numerics,
+        (case(),),
+        "loss|dq",
+    ),
+    "thresholds beyond the last row are read": Bug(
+        ABOVE,
+        (
+            (
+                "kernels.py",
+                "tl.load(thresholds + rows, mask=rows < queries, other=0.0)",
+                "tl.load(thresholds + 2 * rows)",
+            ),
+        ),
+        checks.guarded,
+        (RAGGED,),
+        "loss|dq",
+    ),
+    "the gradient has what the sum leaves out": Bug(
+        ABOVE,
+        (("kernels.py", "value = tl.where(above, 0.0, value)", "value += 0.0"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "the gradient compares with other bits": Bug(
+        ABOVE,
+        (
+            (
+                "kernels.py",
+                "tl.where(above, 0.0, value)",
+                "tl.where(guide > row_thresholds[:, None] + 1e-6, 0.0, value)",
+            ),
+        ),
+        checks.tied,
+        (),
+        "adds up to",
+    ),
+    "a threshold that is no number leaves nothing out": Bug(
+        ABOVE,
+        (("_runtime/engine.py", "sweep.thresholds * 0.0", "0.0 * saved.of_queries[0]"),),
+        checks.guide_not_finite,
+        (),
+        "finite",
+    ),
+    "keys of a threshold's guide do not travel": Bug(
+        ABOVE_OF_A_RING,
         (
             (
                 "_runtime/engine.py",

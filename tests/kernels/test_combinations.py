@@ -64,6 +64,7 @@ def test_draws_cover_the_options() -> None:
     for drawn in (NAMES[:10], NAMES):
         assert any(COMBINATIONS[name].smoothed for name in drawn)
         assert {COMBINATIONS[name].tempered for name in drawn} == {"", "queries", "both"}
+        assert any(COMBINATIONS[name].above for name in drawn)
         ones = [COMBINATIONS[name] for name in drawn]
         assert any(one.coupled for one in ones)
         assert len({one.form for one in ones}) == 4 and len({one.temperature for one in ones}) == 3
@@ -71,7 +72,7 @@ def test_draws_cover_the_options() -> None:
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
     assert [len(set(values)) for values in zip(*every, strict=True)] == [
-        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2
+        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2, 3
     ]  # fmt: skip
 
 
@@ -177,7 +178,7 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
 
 def shards_of(one: Combination, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
     """Rows and keys of each rank: a rank's positives are its own first keys, or its rows are pairs of views."""
-    if one.form == "triangle":
+    if one.form == "triangle" or one.above:
         rows = [2 * (n // 2) for n in rows] if one.positives == "own" or one.coupled else rows
         return rows, rows
     if one.positives == "own":

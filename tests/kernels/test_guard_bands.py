@@ -34,6 +34,8 @@ PACKAGES = {
     "several, pointers": Made("panel", "infonce_in", "fp16", settings=(("descriptors", "off"),)),
     "guide": Made("panel", "distill"),
     "guide, fp32": Made("panel", "distill", "fp32", dim=8),
+    "above a threshold": Made("panel", "gist"),
+    "above a threshold, fp32": Made("panel", "near_and_ids", "fp32", dim=8),
     "ids left out": Made("panel", "clip_without_ids"),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
@@ -70,5 +72,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 def test_the_cpu_target() -> None:
     losses = ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out", "distill")
-    for loss in (*losses, "four_block"):
+    for loss in (*losses, "four_block", "gist"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in (range(1, 131) if LONG else EDGES)])

@@ -62,6 +62,7 @@ CASES = st.builds(
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
         *((strategy, "cwcl") for strategy in ("panel", "rows")),
+        *(("panel", loss) for loss in ("gist", "near_and_ids")),
     ],
 )
 @examples(ci=12, long=300)
@@ -156,6 +157,7 @@ RANKS = [
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
+    ("panel", "gist", "bf16", "ring"), ("panel", "gist", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
     ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
     ("rows", "smooth", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
@@ -215,6 +217,12 @@ def test_positives_far_below_all_others(interpreted: Interpreter, loss: str, dty
     interpreted(checks.far_positives, Made("panel", loss, dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_ties_count_alike_in_forward_and_gradient(interpreted: Interpreter, dtype: str) -> None:
+    checks.tied(Made("torch", "gist", dtype))
+    interpreted(checks.tied, Made("panel", "gist", dtype))
+
+
 SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
@@ -222,7 +230,7 @@ SELFTESTS = [
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
     ("panel", "four_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
-    ("panel", "distill", "bf16"),
+    ("panel", "distill", "bf16"), ("panel", "gist", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from infcl_gen.losses import LossSpec
 from infcl_gen.losses.language import (
     bias,
     exp,
+    guide,
     is_positive,
     is_self,
     key_scale,
@@ -42,11 +43,13 @@ from infcl_gen.losses.language import (
     sigmoid,
     similarity,
     softplus,
+    step,
     sum_over_pairs,
     tanh,
     z,
 )
 from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.properties import near_thresholds
 
 COUNTS = {"queries": 22, "both": 6, "triangle": 4, "pairs": 8}  # combinations of each form
 REFUSALS = 20
@@ -54,6 +57,7 @@ SHARP = 5.0  # what all temperatures multiply similarities with
 CAP, MARGIN, ANGLE = 4.0, 0.25, 0.3
 SHARE_OF_KEYS = 0.75  # of the mean over keys, beside 0.5 of that over queries
 SMOOTHING = 0.375  # of the mean of all logits
+THRESHOLD = (0.75, 0.125)  # of the similarity of a query's positive, and what is added
 CHOICES: dict[str, tuple[Any, ...]] = {
     "form": ("queries", "queries", "queries", "both", "triangle", "pairs"),
     "positives": ("diagonal", "label", "own", "id"),
@@ -86,6 +90,7 @@ class Combination:
     smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
     tempered     similarities are multiplied by a number of each query, or of each key, too; drawn apart, too
     coupled      of a triangle: the total is that of both rows of a pair; drawn apart, too
+    above        pairs above a threshold are left out, too, by their own similarities or a guide's; drawn apart, too
     """
 
     form: str
@@ -105,6 +110,7 @@ class Combination:
     smoothed: bool = False
     tempered: str = ""
     coupled: bool = False
+    above: str = ""
 
     @property
     def ids(self) -> bool:
@@ -130,10 +136,10 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         sign = 1 - 2 * is_positive
         wrong = sign * (is_positive * own + (1 - is_positive) * other if one.margin else other)
         term = sigmoid(wrong) ** 2 * softplus(wrong) if one.term == "focal" else softplus(wrong)
-        whole = sum_over_pairs(_MASKS[one.mask] * (query_weight if one.weighted else 1) * term) / queries
+        whole = sum_over_pairs(_mask(one, found) * (query_weight if one.weighted else 1) * term) / queries
         whole += mean_over_queries(logsumexp_over_negatives(other)) if one.hard else 0
         return LossSpec(name, whole, positives)
-    total, at_positive = _total(one, own, other), positive(own)
+    total, at_positive = _total(one, found, own, other), positive(own)
     if one.hard:
         further = logsumexp_over_negatives(other)
         total = further + softplus(total - further)  # also where nothing is in the sum of keys
@@ -141,7 +147,7 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         total = of_positive(total) + softplus(total - of_positive(total))
     formula = mean_over_queries((query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive))
     if one.form == "both":
-        of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one.mask)) - at_positive)
+        of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one, found)) - at_positive)
         formula = formula / 2 + sympy.Rational(SHARE_OF_KEYS) * of_keys
     if one.smoothed:
         share = sympy.Rational(SMOOTHING) / (2 if one.form == "both" else 1)
@@ -164,12 +170,17 @@ def _with_margin(one: Combination, of: Expr) -> Expr:
     return of - MARGIN if one.margin else of
 
 
-_MASKS: dict[str, Any] = {
-    "": sympy.Integer(1),
-    "same_id": 1 - same_id * (1 - is_positive),
-    "positive": 1 - is_positive,
-    "both": (1 - is_positive) * (1 - same_id),
-}
+def _mask(one: Combination, of: Expr, mask: str | None = None) -> Expr:
+    """Which pairs the sums keep, by the similarity `of` pairs; `mask` is that of the combination if it is not given."""
+    mask, apart = one.mask if mask is None else mask, sympy.Integer(1)
+    if mask in ("same_id", "both"):
+        apart *= 1 - same_id
+    if one.above:
+        compared, (factor, margin) = guide if one.above == "guide" else of, map(sympy.Rational, THRESHOLD)
+        apart *= 1 - step(compared - factor * positive(compared) - margin)
+    return (1 - is_positive) * apart if mask in ("positive", "both") else apart + is_positive * (1 - apart)
+
+
 _TERMS: dict[str, Any] = {
     "plain": lambda total, own: total - own,
     "softplus": lambda total, own: softplus(total - own),
@@ -178,20 +189,20 @@ _TERMS: dict[str, Any] = {
 }
 
 
-def _total(one: Combination, own: Expr, other: Expr) -> Expr:
+def _total(one: Combination, found: Expr, own: Expr, other: Expr) -> Expr:
     """The log-sum-exp of a query's keys."""
     others = 1 - is_self if one.form == "triangle" else sympy.Integer(1)
-    where = (others * _MASKS[one.mask],) if one.mask or one.form == "triangle" else ()
+    where = _where(one, found) if one.form != "triangle" else (others * _mask(one, found),)
     if one.margin and not one.apart:
         return logsumexp_over_keys(is_positive * own + (1 - is_positive) * other, *where)
     if one.margin and one.mask in ("", "same_id"):
-        rest = logsumexp_over_keys(other, others * _MASKS["both" if one.mask else "positive"])
+        rest = logsumexp_over_keys(other, others * _mask(one, found, "both" if one.mask else "positive"))
         return positive(own) + softplus(rest - positive(own))
     return logsumexp_over_keys(other, *where)
 
 
-def _where(mask: str) -> tuple[Any, ...]:
-    return (_MASKS[mask],) if mask else ()
+def _where(one: Combination, found: Expr) -> tuple[Any, ...]:
+    return (_mask(one, found),) if one.mask or one.above else ()
 
 
 def refusals(one: Combination) -> list[str]:
@@ -285,7 +296,19 @@ def _dense_mask(one: Combination, given: Inputs, is_own: Tensor) -> Tensor:
         kept.fill_diagonal_(False)
     if one.mask in ("same_id", "both"):
         kept &= is_own | (given.query_ids[:, None] != given.key_ids[None, :])
+    if one.above:
+        u, v = (x.double() for x in _compared(one, given))
+        compared = u @ v.T
+        kept &= is_own | (compared <= THRESHOLD[0] * compared.diagonal()[:, None] + THRESHOLD[1])
     return kept & ~is_own if one.mask in ("positive", "both") else kept
+
+
+def _compared(one: Combination, given: Inputs) -> tuple[Tensor, Tensor]:
+    """What the similarities are products of that are compared with thresholds."""
+    if one.above == "guide":
+        assert given.guide_queries is not None and given.guide_keys is not None
+        return given.guide_queries, given.guide_keys
+    return given.q.detach(), given.others.detach()
 
 
 def _term_of_pair(one: Combination, wrong: Tensor) -> Tensor:
@@ -312,13 +335,24 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing, tempering, coupling = (random.Random(seed) for seed in (0, 2, 3, 31))
+    chance, smoothing, tempering, coupling, comparing = (random.Random(seed) for seed in (0, 2, 3, 31, 4))
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
         tempered = tempering.choice(("", "", "queries", "both"))
         one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5, tempered=tempered)
         one = dataclasses.replace(one, coupled=coupling.random() < 0.3 and one.form == "triangle")
-        yield _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
+        one = _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
+        yield _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
+
+
+def _with_threshold(one: Combination, wanted: bool, above: str) -> Combination:
+    """With the diagonal for labels. Not where a query may have nothing in a sum that its term has no value for, nor in
+    products of sums of sums."""
+    of_nothing = one.mask not in ("positive", "both") or one.hard or one.term in ("softplus", "rince")
+    whole = (not one.margin or one.apart) and not (one.term == "focal" and one.hard)
+    if not (wanted and one.form == "queries" and one.positives != "id" and whole and of_nothing):
+        return one
+    return dataclasses.replace(one, positives="diagonal", above="guide" if one.tempered else above)
 
 
 def _likely(one: Combination) -> Combination:
@@ -382,6 +416,7 @@ COMBINATIONS, REFUSED = _drawn()
 
 # ------------------------------------------------------------------------------------------------------ the batches
 
+GUIDES = ("guide_queries", "guide_keys")
 SIZES = {True: ((97, 97), (130, 130), (66, 66)), False: ((70, 131), (97, 97), (66, 130), (65, 70))}
 
 
@@ -427,17 +462,32 @@ def batch(
         weight[::7] = 0.0
     if one.hard:
         negatives = features(count, 1 + seed % 3)
+    guides = _guides(one, q, k, generator, features, dtype) if one.above else {}
     scale_of = {"factor": SHARP, "logarithm": math.log(SHARP), "reciprocal": 1 / SHARP}
     of_queries, of_keys = (0.5 + torch.rand(n, generator=generator).double() / 2 for n in (count, others))
     return Inputs(
         q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives,
         query_scale=of_queries if one.tempered else None, key_scale=of_keys if one.tempered == "both" else None,
+        **guides,
     )  # fmt: skip
 
 
+def _guides(
+    one: Combination, q: Tensor, k: Tensor | None, generator: torch.Generator, features: Any, dtype: Any
+) -> dict[str, Tensor]:
+    """A guide's features for a combination with one. A similarity that is near its threshold moves its query."""
+    assert k is not None
+    found = {"guide_queries": features(len(q)), "guide_keys": features(len(k))} if one.above == "guide" else {}
+    rows, keys = found.get("guide_queries", q), found.get("guide_keys", k)
+    while bool((near := near_thresholds(THRESHOLD, rows.to(dtype), keys.to(dtype)).any(1)).any()):
+        rows[near] = features(int(near.sum()))
+    return found
+
+
 def placed(given: Inputs, device: str, features: torch.dtype = torch.float64) -> Inputs:
-    """A batch on a device, its features and negatives in this dtype."""
-    of_features = {name: x.to(features) for name in ("q", "k", "negatives") if (x := getattr(given, name)) is not None}
+    """A batch on a device, its features, negatives and guides in this dtype."""
+    names = ("q", "k", "negatives", *GUIDES)
+    of_features = {name: x.to(features) for name in names if (x := getattr(given, name)) is not None}
     found = given._replace(**of_features)
     return Inputs(*(x.to(device) if isinstance(x, Tensor) else x for x in found))
 
@@ -455,7 +505,8 @@ def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device
     others = (None if x is None else x.to(device) for x in given[4:7])
     sides, values = (leaf(x, features) for x in given[:2]), (leaf(x, numbers) for x in given[2:4])
     own = {name: leaf(getattr(given, name), features if name == "negatives" else numbers) for name in NUMBERS}
-    return Inputs(*sides, *values, *others, **own)
+    guides = {name: x.to(device) for name in GUIDES if (x := getattr(given, name)) is not None}
+    return Inputs(*sides, *values, *others, **own, **guides)
 
 
 def differentiable(given: Inputs) -> list[Any]:
@@ -487,7 +538,7 @@ def call(package: Any, one: Combination, leaves: Inputs, group: Any = None) -> T
     """The loss of a package with the options of the combination."""
     labels: Any = "own" if one.positives == "own" else leaves.labels
     ids = {name: getattr(leaves, name) for name in ("query_ids", "key_ids")} if one.ids else {}
-    own = {name: getattr(leaves, name) for name in NUMBERS}
+    own = {name: getattr(leaves, name) for name in (*NUMBERS, *GUIDES)}
     options = {"reduction": one.reduction, "grad_sync": one.grad_sync, "group": group}
     loss: Tensor = package.contrastive_loss(*leaves[:4], labels=labels, **ids, **own, **options)
     return loss

@@ -36,6 +36,7 @@ from infcl_gen.losses.language import (
     sigmoid,
     similarity,
     softplus,
+    step,
     sum_over_pairs,
     tanh,
     z,
@@ -82,6 +83,15 @@ OF_MULTIPLES = {
         name="hard_keys",
     ),
 }
+# Of Qwen3 Embedding: pairs that are nearer than the positive by a tenth, and those of one id.
+NEAR_AND_IDS = spec(
+    mean_over_queries(
+        logsumexp_over_keys(X, where=1 - (1 - is_positive) * (1 - (1 - same_id) * (1 - step(z - positive(z) - EPS))))
+        - positive(X)
+    ),
+    "diagonal",
+    "near_and_ids",
+)
 _WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
 _OF_BOTH, _OF_QUERIES = query_scale * key_scale * scale * z, scale * (query_scale * z + bias)
 _SUM, _FURTHER = logsumexp_over_keys(_OF_QUERIES), logsumexp_over_negatives(_OF_QUERIES)
@@ -170,6 +180,16 @@ DERIVABLE = {
         mean_over_queries(
             logsumexp_over_keys(_CAPPED_LOGIT) / logsumexp_over_all_positives(positive(_CAPPED_LOGIT + z))
         )
+    ),
+    "near_and_ids": NEAR_AND_IDS,
+    "nearer_by_guide": spec(
+        mean_over_queries(
+            softplus(
+                logsumexp_over_keys(X, where=(1 - is_positive) * (1 - step(2 * guide - positive(guide) - 1)))
+                - positive(X)
+            )
+        ),
+        "diagonal",
     ),
     **SMOOTH,
     "smooth_keys_only": spec(mean_over_keys(_SMOOTH_KEYS), "diagonal"),

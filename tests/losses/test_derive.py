@@ -97,10 +97,17 @@ def test_formulas_are_for_people() -> None:
 
 
 def derived(
-    loss: Any, x: Tensor, z: Tensor, scale: Tensor, bias: Tensor, same_id: Tensor | None, own: tuple[Tensor, ...] = ()
+    loss: Any,
+    x: Tensor,
+    z: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    same_id: Tensor | None,
+    own: tuple[Tensor, ...] = (),
+    compared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
     """Of a loss.py: M * L, M * dL/dx, dL/dbias, what M * dL/dscale has besides a multiple of sum q . dq, and what dL/dz
-    of positives has besides. `z`: of the positives."""
+    of positives has besides. `z`: of the positives; `compared`: similarities beside thresholds."""
     eye = torch.eye(len(x), dtype=x.dtype)
     if hasattr(loss, "pair_term"):
         of_class = [(loss.pair_term, loss.pair_slope)]
@@ -117,6 +124,9 @@ def derived(
         return total, g, loss.dbias_factor(scale, bias) * g.sum() / len(x), loss.dscale_rest(scale, bias) * g.sum(), 0.0
     p, of_all = x.diagonal(), mean_share(loss) * x.mean() * len(x)
     x = x if same_id is None else torch.where(same_id & (eye == 0), -torch.inf, x)
+    if compared is not None:
+        thresholds = loss.THRESHOLD[0] * compared.diagonal()[:, None] + loss.THRESHOLD[1]
+        x = torch.where((compared > thresholds) & (eye == 0), -torch.inf, x)
     if hasattr(loss, "of_queries"):
         x = torch.where(eye == 1, -torch.inf, x) if "positive" in loss.CLASSES else x
         r = x.logsumexp(1)
@@ -156,6 +166,10 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     ids |= dict.fromkeys(loss.SCALES, torch.ones(rows))  # all below is said of products
     if hasattr(loss, "WEIGHT"):  # all weights alike
         ids |= dict.fromkeys(("guide_queries", "guide_keys"), torch.zeros(rows, 4))
+    compared = q.detach() @ k.detach().T if "above" in loss.CLASSES else None
+    if "above_by_guide" in loss.CLASSES:
+        ids |= {name: x.detach().flip(1) for name, x in (("guide_queries", q), ("guide_keys", k))}
+        compared = ids["guide_queries"] @ ids["guide_keys"].T
     if own:
         similarity = q @ k.T
         rest = dense_numbers(loss, similarity, scale, bias)
@@ -167,7 +181,9 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     with torch.no_grad():
         similarity = q @ k.T
         logits = loss.logit(similarity, scale, bias)
-        total, g, dbias, rest, through_z = derived(loss, logits, similarity.diagonal(), scale, bias, which, own)
+        total, g, dbias, rest, through_z = derived(
+            loss, logits, similarity.diagonal(), scale, bias, which, own, compared
+        )
         g = g * loss.dlogit_dz(similarity, scale, bias)
         g.diagonal().add_(through_z)
         factor = loss.gradient_factor(scale, bias) / rows

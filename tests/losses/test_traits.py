@@ -100,6 +100,8 @@ EXPECTED = {
         combined=True,
         held=18,
     ),
+    "gist": Traits(key_statistics=NONE, known="row", classes=("above_by_guide",), strips=1),
+    "near_and_ids": Traits(key_statistics=NONE, known="row", classes=("same_id", "above"), strips=1),
     "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),
 }
 

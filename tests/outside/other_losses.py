@@ -26,7 +26,7 @@ ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}
 SETTINGS = {  # scale and bias
     "siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0), "ntxent": (10.0, 0.0),
     "four_block": (20.0, 0.0), "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0), "supcon_out": (10.0, 0.0),
-    "infonce_out": (10.0, 0.0), "decoupled_weighted": (10.0, 0.0),
+    "infonce_out": (10.0, 0.0), "decoupled_weighted": (10.0, 0.0), "gist": (20.0, 0.0),
 }  # fmt: skip
 IDS = 12  # distinct ids in a batch of a loss that leaves out pairs of one id
 TIMEOUT_S = 300.0
@@ -112,6 +112,42 @@ def _sentence_transformers(given: Given, **options: Any) -> Any:
     criterion = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=given.scale.item(), **options)
     documents = list(given.k.split(ROWS))  # the positives, then column after column of negatives
     return criterion.compute_loss_from_embeddings([given.q, *documents], None)
+
+
+def guide_of(given: Given) -> tuple[Any, Any]:
+    """What a guide finds: queries like their own key and the two behind it, more or less."""
+    import torch
+    from torch.nn.functional import normalize
+
+    generator = torch.Generator().manual_seed(90 + given.rank)
+    u, noise = (torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    v = u + u.roll(1, 0) + u.roll(2, 0) + noise
+    return normalize(u).to(given.q.dtype), normalize(v).to(given.q.dtype)
+
+
+def _gist(given: Given, **options: Any) -> Any:
+    """Of embeddings, by the loss's own forward: model and guide stand for what they would have given."""
+    from unittest import mock
+
+    import torch
+
+    criterion = _module("sentence_transformers.losses").GISTEmbedLoss
+    temperature = {"temperature": 1 / given.scale.item(), "contrast_anchors": False, "contrast_positives": False}
+    stand_in = mock.Mock(spec=torch.nn.Module, tokenizer=mock.Mock(get_vocab=dict), max_seq_length=1)
+    home = importlib.import_module(criterion.__module__)
+    embeddings = mock.Mock(side_effect=[[given.q, given.k], guide_of(given)])
+    with (
+        mock.patch.object(home, "PreTrainedTokenizerBase", mock.Mock),
+        mock.patch.object(home, "embed_columns", embeddings),
+    ):
+        return criterion(stand_in, stand_in, **temperature, **options)([{}, {}], None)
+
+
+def _own_gist(given: Given, loss: str = "gist") -> Any:
+    from infcl_gen import ContrastiveLoss
+
+    u, v = guide_of(given)
+    return ContrastiveLoss(loss)(*given.unit, given.scale, guide_queries=u, guide_keys=v)
 
 
 def _metric_learning(given: Given, name: str) -> Any:
@@ -214,7 +250,7 @@ def _decoupled(given: Given, name: str) -> Any:
     from infcl_gen import ContrastiveLoss
 
     rows, x = torch.arange(2 * ROWS), torch.cat(given.unit)
-    return ContrastiveLoss(f"{Path(__file__).resolve().parent / 'decoupled.py'}:{name}")(
+    return ContrastiveLoss(f"{_FOLDER / 'decoupled.py'}:{name}")(
         x, x, given.scale, labels=rows.roll(ROWS), query_ids=rows, key_ids=rows
     )
 
@@ -227,6 +263,8 @@ def _both_directions(given: Given) -> Any:
     return (loss(q, k, given.scale, labels="own") + loss(k[:ROWS], q, given.scale)) / 2
 
 
+_FOLDER = Path(__file__).resolve().parent
+_APART = "contrast_anchors=False, contrast_positives=False"
 _BOTH = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 _FOUR = {
     "directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"), "partition_mode": "joint"
@@ -261,6 +299,17 @@ COMPARISONS = (
     Comparison(
         *_RANKING, "MultipleNegativesRankingLoss(gather_across_devices=True)", "infonce",
         partial(_sentence_transformers, gather_across_devices=True), ranks=2, learned=False,
+    ),
+    *(
+        Comparison(
+            *_RANKING, f"GISTEmbedLoss({way})", "gist", partial(_gist, **options), ranks, learned=False,
+            ours=partial(_own_gist, loss=loss),
+        )
+        for way, options, loss, ranks in (
+            (_APART, {}, "gist", 1),
+            (f"{_APART}, margin=0.25", {"margin": 0.25}, f"{_FOLDER / 'margin.py'}:MARGIN", 1),
+            (f"{_APART}, gather_across_devices=True", {"gather_across_devices": True}, "gist", 2),
+        )
     ),
     Comparison(
         *_RANKING, 'MultipleNegativesRankingLoss(directions=both, partition_mode="per_direction")', "infonce",

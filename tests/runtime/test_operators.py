@@ -129,7 +129,7 @@ def test_operators(packages: Packages, check: str) -> None:
     CHECKS[check](packages("clip", dtype="bf16"))
 
 
-@pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids", "distill"])
+@pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids", "distill", "gist"])
 def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss: str) -> None:
     operators_are_well_formed(packages(loss, dtype="bf16"))
 

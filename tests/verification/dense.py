@@ -55,6 +55,8 @@ def dense_loss(
     `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key, are multiplied by
     numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
     infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
+    "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of
+    sentence-transformers.
     """
     if query_scale is not None:
         q, name = query_scale.to(q)[:, None] * q, name.removeprefix("tempered_")
@@ -74,6 +76,14 @@ def dense_loss(
         assert guide_queries is not None and guide_keys is not None
         teacher = guide_queries.to(q) @ guide_keys.to(q).T
         return -(teacher.softmax(dim=1) * (scale * (q @ k.T) + bias).log_softmax(dim=1)).sum(dim=1).mean(dim=0)
+    if name == "gist":
+        assert guide_queries is not None and guide_keys is not None
+        terms = []
+        for place, (query, u) in enumerate(zip(q, guide_queries.to(q), strict=True)):
+            similar = guide_keys.to(q) @ u
+            counts = similar <= similar[place]  # of which the positive is one
+            terms.append((scale * (k[counts] @ query)).logsumexp(0) - scale * (k[place] @ query))
+        return torch.stack(terms).mean()
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias

@@ -7,6 +7,7 @@
     means       a multiple of the mean of all logits is no part of any sweep: sums of features make it (means.py), and
                 products of them where keys have weights (weighted.py)
     state       `combine` makes the next state of each query, and the operators of ops.py write it where the caller's is
+    thresholds  of queries, above which pairs are left out: each phase makes them from the positives, in the same order
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
     triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
@@ -43,6 +44,7 @@ from .launch import panel, panel_columns
 from .means import Means
 from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
 from .pooled import pooled
+from .scaled import row_dots
 from .statistics import Statistics, by_prefix, view
 from .table import Table
 from .transport import Tensors, Trip
@@ -90,6 +92,10 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             # A label that names no key leaves NaN in `positive`, which must reach the gradients.
             assert sweep.queries is not None
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
+        if sweep.thresholds is not None:
+            # Comparisons with NaN are false, which no loss shows.
+            assert sweep.queries is not None
+            sweep.queries.mantissa.add_(sweep.thresholds * 0.0)
         ours = sweep.own_block()._replace(keys=keys)
         if package.traits.combined and not by_rows:
             of_all = [pooled(package, ours, group)] if package.traits.pooled else []
@@ -383,6 +389,7 @@ class _Sweep:
             self.means = WeightedMeans(package, call, saved.weighted, group)
         elif package.traits.means:
             self.means = Means(package, call, sum(layout.keys))
+        self.thresholds = _thresholds(package, call) if package.traits.thresholds else None
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     @property
@@ -399,7 +406,8 @@ class _Sweep:
         counts = sum(self.layout.rows), sum(self.layout.keys)
         found = (self.queries, keys, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
         block = Block(q, k, scale, bias, self.positives, first, *found)
-        return block._replace(guide_queries=self.call.guide_queries, guide_keys=guide_keys)
+        guide_queries, thresholds = self.call.guide_queries, self.thresholds
+        return block._replace(guide_queries=guide_queries, guide_keys=guide_keys, thresholds=thresholds)
 
     def own_block(self) -> Block:
         block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids, self.call.guide_keys)
@@ -443,6 +451,15 @@ class _Sweep:
                 ids = trip["key ids"].view(-1) if traits.ids else None
                 guides = trip["guide keys"] if traits.guide else None
                 yield self.block(owner, trip["keys"], statistics, ids, guides)
+
+
+def _thresholds(package: Package, call: Call) -> Tensor:
+    """What pairs of each query are compared with, (m,): affine in the similarity, or a guide's, of its positive, which
+    is its own key of this rank. NaN where that is."""
+    factor, margin = package.loss.THRESHOLD
+    own, positives = call.guides if package.traits.guide else call[:2]
+    assert own is not None and positives is not None
+    return row_dots(own, positives, package.schedule.STATISTICS_DTYPE).mul_(factor).add_(margin)
 
 
 def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:

@@ -222,7 +222,7 @@ def _own_positives(package: Package, rows: int) -> Tensor:
 def _are_positive(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
     """An index of the pairs that are a query and its positive."""
     rows = len(q)
-    if package.traits.guide:
+    if package.traits.by_guide:
         return torch.zeros(rows, rows if k is None else len(k), dtype=torch.bool)
     if not package.traits.several:
         return torch.arange(rows), _own_positives(package, rows)

@@ -204,6 +204,7 @@ class Block(NamedTuple):
                         state; None if the loss has none
     counts              queries and keys of the whole batch
     guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
+    thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
 
@@ -233,6 +234,7 @@ class Block(NamedTuple):
     own: bool = False
     guide_queries: Tensor | None = None
     guide_keys: Tensor | None = None
+    thresholds: Tensor | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -268,6 +270,7 @@ class Block(NamedTuple):
             self.first_query + row0, self.own,
             None if self.guide_queries is None else panel(self.guide_queries, row0, rows),
             None if self.guide_keys is None else panel(self.guide_keys, key0, keys),
+            None if self.thresholds is None else panel(self.thresholds, row0, rows),
         )  # fmt: skip
 
     def prefix(self, number: int, columns: int) -> Block:

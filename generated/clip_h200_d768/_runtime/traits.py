@@ -40,6 +40,8 @@ class Traits:
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
                       the positives, which stay in log-sum-exps; "positive": positives are left out of log-sum-exps, too
+                      "above": pairs whose similarity exceeds their query's threshold, but no positive, are left out,
+                      too; "above_by_guide": the same of a guide's similarities
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
@@ -140,7 +142,7 @@ class Traits:
     @property
     def several(self) -> bool:
         """Whether a query's term has a statistic of its positives, of which there may be any number, or by a guide."""
-        return self.guide or any(kind.endswith("_over_positives") for kind in self.query_statistics)
+        return self.by_guide or any(kind.endswith("_over_positives") for kind in self.query_statistics)
 
     @property
     def second(self) -> bool:
@@ -153,19 +155,29 @@ class Traits:
         return "logsumexp_of_positive" in self.query_statistics
 
     @property
-    def guide(self) -> bool:
-        """Whether the similarities of a guide's features weigh the logits of a query, in each tile."""
+    def by_guide(self) -> bool:
+        """Whether the similarities of a guide's features weigh the logits of a query."""
         return "mean_by_guide" in self.query_statistics
+
+    @property
+    def guide(self) -> bool:
+        """Whether each tile has the similarities of a guide's features, too."""
+        return self.by_guide or "above_by_guide" in self.classes
+
+    @property
+    def thresholds(self) -> bool:
+        """Whether log-sum-exps leave out pairs above a threshold of their query, which follows from its positive."""
+        return "above" in self.classes or "above_by_guide" in self.classes
 
     @property
     def two_statistics(self) -> bool:
         """Whether tiles are reduced twice: for a query's log-sum-exp, and for a second one, or by a guide."""
-        return self.second or self.guide
+        return self.second or self.by_guide
 
     @property
     def sorted_ids(self) -> bool:
         """Whether the statistic beside a log-sum-exp is of positives, which kernels find by sorted ids."""
-        return self.several and not self.guide
+        return self.several and not self.by_guide
 
     @property
     def guided(self) -> bool:
