@@ -176,7 +176,7 @@ _OUTSIDE = {
     "or a where=",
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
 }
-_WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
+_WORD_OF = {symbol: word for word, symbol in _REDUCED.items()} | {positive_z: language.positive(z)}
 _KNOWN = {
     r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c),
     r2: Statistic("query", "logsumexp_of_multiple", r2), rp: Statistic("query", "logsumexp_of_positive", rp),
@@ -229,6 +229,8 @@ def form_of(spec: LossSpec) -> Form:
     refuse(
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
          "write mean_over_queries alone, and call it once for each direction"),
+        (formula.has(language.of_positive) and multiple != 1, "of_positive has no kernel yet beside two log-sum-exps: "
+         "write one logit in all of them"),
     )  # fmt: skip
     second = {language.logsumexp_over_keys(multiple * x): r2} if multiple != 1 else {}
     query_term, key_term, of_means = _terms(formula, second)
@@ -239,9 +241,7 @@ def form_of(spec: LossSpec) -> Form:
     refuse(([each for each in alone if not query_term.has(each)], "a log-sum-exp stands in next_state alone, "
             "where it has no kernel: write it in the term, too"))  # fmt: skip
     refuse((query_term.has(rp) and not query_term.has(r), "of_positive has no kernel where the row's own log-sum-exp "
-            "is not: write that one, whose mean is the same"),
-           (query_term.has(rp) and multiple != 1, "of_positive has no kernel yet beside two log-sum-exps: write one "
-            "logit in all of them"))  # fmt: skip
+            "is not: write that one, whose mean is the same"))  # fmt: skip
     if of_positives:
         refuse((key_term != 0, f"positives={spec.positives!r} has no kernel yet beside mean_over_keys: write "
                                "mean_over_queries alone, and call it once for each direction"),

@@ -7,7 +7,7 @@ from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
-from infcl_gen.losses.language import bias, guide, is_positive, same_id, scale, z
+from infcl_gen.losses.language import bias, guide, is_positive, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import (
     d,
     dense_code,
@@ -15,11 +15,13 @@ from infcl_gen.losses.printers import (
     display,
     m,
     p,
+    pooled,
     positive_z,
     torch_code,
     x,
 )  # fmt: skip
 
+_OF_BATCH = {scale, bias, queries, keys, pooled}  # alike for all queries
 _NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])", "positives_of_query": "n"}
 _PAIR = {
     "x": "x_ij",
@@ -521,10 +523,11 @@ def _pooled_context(derivation: Derivation) -> dict[str, Any]:
         return {"pooled": False}
     of_each, slope = derivation.of_pooled
     taken = [name for name in derivation.of_rows if name != "pooled_slope"]
+    whole = "{}" if slope.free_symbols - _OF_BATCH else "torch.zeros_like(p) + ({})"
     return {
         "pooled": True,
         "of_all_positives": torch_code(of_each),
-        "slope_of_pooled": f"torch.full_like(p, {torch_code(slope)})" if slope.is_number else torch_code(slope),
+        "slope_of_pooled": whole.format(torch_code(slope)),
         "slope_arguments": _broken(f"r: Tensor, p: Tensor{_arguments(taken)}"),
         "over_factor": ", over `gradient_factor`" * (derivation.factor_of_pooled != 1),
     }

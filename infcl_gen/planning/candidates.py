@@ -153,7 +153,8 @@ class Choices:
             )
         if derivation.traits.combined and name in ("fused", "stash"):
             what = f"where a query's term combines its sum and its positive, as in the loss {derivation.spec.name}"
-            return f"has no kernels {what}; valid: panel, rows, torch"
+            rows = "rows, " * (derivation.traits.known == "row")
+            return f"has no kernels {what}; valid: panel, {rows}torch"
         if name == "fused" and (reason := fused.impossible(problem.dim, problem.dtype)):
             return reason
         if name == "rows" and (reason := self._without_rows(keys)):

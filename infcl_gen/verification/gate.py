@@ -501,7 +501,7 @@ class _OfQueries:
 
         def slopes(signs: Sequence[int], at: Tensor) -> Tensor:
             r, p, rest = given(signs, (at, at))
-            return slopes_of_pooled(self.mathematics, r, p, rest | {"pooled": at}).expand_as(p)
+            return slopes_of_pooled(self.mathematics, r, p, rest | {"pooled": at})
 
         own = slopes([0] * len(ends[0]), total)
         near = torch.stack([slopes(signs, total + s * dtotal) for signs in ends for s in (-1, 1)])

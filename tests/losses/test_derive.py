@@ -547,6 +547,15 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         ),
         "of_positive has no kernel yet beside two log-sum-exps",
     ),
+    "partners of the second logit": (
+        spec(
+            mean_over_queries(
+                softplus(OF_OTHERS - of_positive(logsumexp_over_keys(2 * scale * NT_XENT, 1 - is_self)))
+                - positive(scale * NT_XENT)
+            )
+        ),
+        "of_positive has no kernel yet beside two log-sum-exps",
+    ),
     "the positive of the positive": (
         spec(mean_over_queries(OF_OTHERS - of_positive(positive(scale * NT_XENT)))),
         "of_positive is of logsumexp_over_keys alone",

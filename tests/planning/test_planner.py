@@ -26,6 +26,7 @@ from infcl_gen.planning.candidates import SATURATED
 from infcl_gen.planning.planner import cost_model
 from tests.calls import calls
 from tests.kernels import losses
+from tests.losses.specs import DERIVABLE
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
 from tests.planning.walk import walk
@@ -227,6 +228,14 @@ def test_sums_without_positives_are_not_taken_by_rows() -> None:
     assert plan_flags(**flags).strategy == "panel"
     with pytest.raises(InputError, match="no kernels that leave positives out"):
         plan_flags(**flags, set={"strategy": "rows"})
+
+
+@pytest.mark.parametrize(("loss", "valid"), [("rince", "panel, rows, torch"), ("pooled_alone", "panel, torch")])
+def test_a_strategy_is_offered_where_it_has_kernels(loss: str, valid: str) -> None:
+    """Rows of panels have no gradients that depend on a number of all positives."""
+    flags: dict[str, Any] = {"batch_size": "4k", "device_profile": "h200", "loss": DERIVABLE.get(loss, loss)}
+    with pytest.raises(InputError, match=f"; valid: {valid}$"):
+        plan_flags(**flags, set={"strategy": "fused"})
 
 
 def test_a_triangle_takes_about_half_of_the_products() -> None:

@@ -9,9 +9,19 @@ from types import ModuleType
 import pytest
 import torch
 
+import infcl_gen
+from infcl_gen.losses.language import (
+    LossSpec,
+    logsumexp_over_all_positives,
+    logsumexp_over_keys,
+    mean_over_queries,
+    positive,
+    scale,
+    z,
+)
 from tests.runtime.conftest import copy_with
 from tests.runtime.test_sides import as_defined, over_ranks, package
-from tests.runtime.test_triangle import features, in_panels, labels_of
+from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
 
 from .in_process import World
 
@@ -33,6 +43,22 @@ def test_similarities_of_any_size(size: float) -> None:
 @pytest.mark.parametrize("scale", [0.0, -14.3])
 def test_scales_that_are_not_positive(scale: float) -> None:
     as_defined(package("dclw"), "dclw", 22, "any", scale)
+
+
+def test_terms_whose_slopes_by_it_are_alike() -> None:
+    """2 E of each query, which depends on no row: all queries are added up."""
+    similar = 3 * positive(z)
+    formula = logsumexp_over_keys(scale * z) - positive(scale * z) + logsumexp_over_all_positives(similar) ** 2
+    alike = LossSpec("alike", mean_over_queries(formula), positives="label")
+    q, k = features(14, "fp64").split((6, 8))
+    leaves = q.requires_grad_(), k.requires_grad_()
+    x, at = q @ k.T, torch.arange(6)
+    loss = (2 * x).logsumexp(1).mean() - (2 * x[at, at]).mean() + (3 * x[at, at]).logsumexp(0) ** 2
+    found = infcl_gen.load(loss=alike, batch_size=8, dim=DIM, dtype="fp64", target="cpu").loss_and_grads(
+        q.detach(), k.detach(), 2.0
+    )
+    for ours, theirs in zip(found, (loss.detach(), *torch.autograd.grad(loss, leaves)), strict=False):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_ranks_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
