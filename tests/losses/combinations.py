@@ -505,7 +505,7 @@ def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device
     others = (None if x is None else x.to(device) for x in given[4:7])
     sides, values = (leaf(x, features) for x in given[:2]), (leaf(x, numbers) for x in given[2:4])
     own = {name: leaf(getattr(given, name), features if name == "negatives" else numbers) for name in NUMBERS}
-    guides = {name: x.to(device) for name in GUIDES if (x := getattr(given, name)) is not None}
+    guides = {name: x.to(device, features) for name in GUIDES if (x := getattr(given, name)) is not None}
     return Inputs(*sides, *values, *others, **own, **guides)
 
 
