@@ -91,6 +91,7 @@ column_places = tl.load(key_labels + columns, mask=columns < summed_keys, other=
 column_places = {_clamped("column_places")}"""
 _OWN_SHARE = "lacking({0}s, here, z, {1}, {2}_exponent, {2}_mantissa, slope)"
 _OWN_G = "QUERY_SHARE * tl.load({1} + {0}s, mask=here, other=0.0)"
+SLAB_WIDE_NUMBERS = 1024  # of a tile that is computed again, beside statistics of all prefixes
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -217,7 +218,7 @@ _ABOUT_G_OF_PREFIX = (
 def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
     """The slabs of columns of a loss over prefixes, with the shares of the prefix that ends there."""
     if not plan.traits.slabs:
-        return {}
+        return {"times_prefixes": "", "place_of_ratio": "ratio + r", "about_prefixes": ABSENT}
     both, shared = plan.both_axes, plan.one_exponential
     noted = ("positive_z", "positive_row_reference", *["positive_key_reference"] * both)
     sums = ("query_exponent + own", "query_mantissa + own", *["key_exponent + other", "key_mantissa + other"] * both)
@@ -231,10 +232,11 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         "longest_first": slabs[::-1],
         "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_queries",
         "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared],
-        "nothing_below": "below = tl.zeros((GRADIENT_ROWS,), tl.float32)" if shared else ABSENT,
-        "flag_of_slabs": "tl.store(flags + program, (tl.max(below) > SPREAD).to(tl.int32))" if shared else ABSENT,
         "key_distance": "key_stride" if both else "0",
         "prefixes": len(plan.slabs),
+        "times_prefixes": f" * {len(plan.slabs)}",
+        "place_of_ratio": f"ratio + block * {len(plan.slabs)} * ROWS + tl.arange(0, ROWS)",
+        "about_prefixes": "A block has those of all prefixes; the pointers are to the first block's of one.",
         "one_exponential": plan.one_exponential,
         "unaligned_references": ["key_reference", "key_lowest"] * plan.one_exponential,
         "positive_references_of_slab": ", ".join(f"{name} + own" for name in noted),
@@ -583,14 +585,17 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
     at_once = plan.traits.at_once
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
+    wide_rows = min(wide_rows, *walked_rows)
+    if plan.slabs:
+        wide_rows = max(
+            16, min(wide_rows, SLAB_WIDE_NUMBERS // max(blocks[name].keys for name in ("forward", "gradient")))
+        )
     found: list[tuple[str, float, str, bool]] = [
         ("DIM", plan.dim, "", True),
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),
         ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.both_axes),
-        ("WIDE_ROWS", min(wide_rows, *walked_rows), "at a time where a strip is computed again",
+        ("WIDE_ROWS", wide_rows, "at a time where a strip is computed again",
          not plan.exact and not at_once),
-        ("SLAB_WIDE_ROWS", max(16, min(wide_rows, *walked_rows) // (2 if len(plan.slabs) <= 4 else 4)),
-         "of the same, beside g of all prefixes", bool(plan.slabs)),
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
         ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),

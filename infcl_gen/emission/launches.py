@@ -159,8 +159,7 @@ _OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged 
 
 _OF_SLABS = {  # of all kernels, where statistics and g have a further dimension
     "slab_stride": "g.stride(0)", "g_stride": "g.stride(1)", "query_stride": "block.queries.exponent.stride(0)",
-    "key_stride": "block.keys.exponent.stride(0)", "ratio_stride": "block.keys.ratio.stride(0)",
-    "reference_stride": "block.keys.reference.stride(0)", "width": "x.shape[1]",
+    "key_stride": "block.keys.exponent.stride(0)", "width": "x.shape[1]",
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*i64": "labels key_labels query_ids key_ids",
     "i64": "first_positive first_query first_key",
     ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride vectors_stride "
-    "query_stride key_stride ratio_stride",
+    "query_stride key_stride",
     (
         "i32",
         "dim",

@@ -89,15 +89,18 @@ class Tile:
         """Programs that the board runs at once, by the shared memory and the registers of an SM."""
         by_memory = profile.shared_bytes_per_block // max(self.shared_bytes(block, choice), 1)
         registers = self.registers(block, choice, profile.warp_size) + 96  # assumed beside accumulators
+        registers = min(registers, profile.registers_per_thread)
         by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
         return profile.multiprocessors * max(1, min(by_memory, by_registers))
 
     def wide_warps(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
         """Warps of the kernel that computes a strip again. Its second reference and its pointers take registers: with
-        more than 32 elements of a tile a thread spills, and with more than 16 where there are two statistics."""
+        more than 32 elements of a tile a thread spills, with more than 16 where there are two statistics. Beside
+        statistics of all prefixes 8 spill on sm_100: tiles have fewer rows instead."""
+        if choice.slabs:
+            return 256 // profile.warp_size
         warps = max(4, block.keys // 16)
-        more = choice.traits.two_statistics or choice.slabs
-        return min(2 * warps, profile.max_warps_per_block) if more else warps
+        return min(2 * warps, profile.max_warps_per_block) if choice.traits.two_statistics else warps
 
     def misfits(self, block: Block, choice: Choice) -> list[str]:
         """What this tile's kernels cannot do with a block."""
@@ -126,7 +129,7 @@ class Tile:
             found.append(f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}")
         registers = self.registers(block, choice, profile.warp_size)
         eighths = 6 if choice.operand_bytes == 2 else 3  # fp32 operands pass through registers
-        limit = profile.registers_per_thread * eighths // 8
+        limit = (profile.registers_per_thread + 1) * eighths // 8  # NVIDIA's 256th is always 0
         if registers > limit:
             found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
         if choice.descriptors and self.described:

@@ -1,5 +1,6 @@
 """The work of a step as SymPy expressions of a plan's sizes, and the fraction of the peak that kernels reach."""
 
+import itertools
 from typing import Any, NamedTuple
 
 from sympy import Expr, Integer, Rational
@@ -43,10 +44,11 @@ EFFICIENCY = {
     "hopper forward": P / (P + 45),  # D = 200 and 256 take 3.3 and 3.5 ms at B = 65 536
     "hopper gradient": P / (P + 160),  # 4.6 and 4.7 ms
     "fused": P / (P + 31),
-    "dq": Rational(896, 1000) * D**2 / (D**2 + 40**2),
-    "dk": Rational(896, 1000) * D**2 / (D**2 + 40**2),
     "torch": Rational(7, 10),
 }
+# What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
+# trial kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 17.3 and 28.4 ms. One loss has 125 and 205 above.
+PREFIX_END = {"forward": 175, "gradient": 450}
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
 SORT_LAUNCHES = 30  # that take the time of two sorts of ids
 ALONE = Rational(7, 5)  # time of one fused program alone on an SM, over half the time of two that share it
@@ -121,7 +123,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             *additions,
             *means,
         )
-    rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
+    rows, keys = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf
     partials = (
         losses
         * v.partial_sums
@@ -138,7 +140,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             flops=2 * rows * keys * W * P * share.forward * products,
             bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
             exponentials=losses * forward_pairs * (products + v.traits.second),
-            efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
+            efficiency=_sweep(v, "forward") * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
         TimeTerm("statistics", "forward", bytes=partials + 2 * W * m * D * e, launches=launches),
@@ -164,7 +166,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
         kept = Min(S, m) if v.stash else Integer(0)
         fraction = (m - kept) / m
-        reached = EFFICIENCY[f"{hopper}gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg)
+        reached = _sweep(v, "gradient") * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg)
         # Launches of a panel: gradient, then gradient_positives; with key statistics gradient_wide instead. Key
         # statistics also need ratios at each hop (on one rank: each row of panels), and positives on the diagonal.
         once = (W if v.world_size > 1 else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
@@ -197,6 +199,13 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     if v.replay:
         terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
     return tuple(terms)
+
+
+def _sweep(v: Choice, kernel: str) -> Expr:
+    """The fraction of the peak that "forward" or "gradient" reaches where it fills the board."""
+    if v.slabs:
+        return P / (P + PREFIX_END[kernel] * v.losses)
+    return EFFICIENCY["hopper " * (v.hopper_stages > 0) + kernel]
 
 
 def _positives_of_ids(v: Choice, phase: str, panels: Any) -> list[TimeTerm]:
@@ -244,21 +253,30 @@ def _sides(v: Choice) -> list[_Side]:
     return [queries] * v.of_queries + [keys] * v.of_keys
 
 
+def _of_product(columns: Any) -> Any:
+    """The same of products with g, by the columns that they have."""
+    return Rational(896, 1000) * columns**2 / (columns**2 + 40**2)
+
+
 def _finished(v: Choice) -> Expr:
     """Rows of all gradients."""
     return m * int(v.of_queries) + n * int(v.of_keys and not v.traits.triangle)
 
 
 def _products(v: Choice, phase: str) -> list[TimeTerm]:
-    """g of panels times features."""
+    """g of panels times features: of a loss over prefixes one for each slab, whose g narrow ones read as fast as memory
+    allows."""
     found = []
-    for name, part, own, stride, other, step, share in _sides(v):
-        panels, pairs = v.losses * ceil_div(m, R) * ceil_div(n, C) * W * share, m * n * W * share
-        flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * D
-        moved = v.losses * e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
-        efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
+    slabs = [(f" of {slab.start} to {slab.stop}", slab.stop - slab.start) for slab in v.slabs]
+    for (name, part, own, stride, other, step, share), (columns, width) in itertools.product(
+        _sides(v), slabs or [("", D)]
+    ):
+        panels, pairs = ceil_div(m, R) * ceil_div(n, C) * W * share, m * n * W * share
+        flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * width
+        moved = e * pairs + W * width * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
+        efficiency = _of_product(width) * PANEL_EFFICIENCY
         how = {"rate": "product", "efficiency": efficiency, "launches": panels}
-        found.append(TimeTerm(f"{name} product", phase, part, flops=flops, bytes=moved, **how))
+        found.append(TimeTerm(f"{name} product{columns}", phase, part, flops=flops, bytes=moved, **how))
     return found
 
 

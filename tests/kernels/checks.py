@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import math
 import mmap
 import unittest.mock
@@ -506,22 +507,24 @@ def flagged_gradients(made: Made, device: str = "cpu") -> None:
     package = module(made)
     schedule, statistics = package._schedule, package._runtime.statistics
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+    prefixes = len(package.ContrastiveLoss._package.traits.slabs)
+    count = prefixes or 1
     for low, flagged in ((-89.0, False), (-91.0, True)):
-        for side in (0, 1):
-            sides = [torch.zeros(2, 64, device=device) for _ in range(2)]
-            sides[side][0, 5] = low
+        for side, prefix in itertools.product((0, 1), range(count)):
+            sides = [torch.zeros(2 * count, 64, device=device) for _ in range(2)]
+            sides[side][prefix, 5] = low
             for each in sides:
-                each[1] = 1.0
+                each[count:] = 1.0
             x = torch.zeros(64, made.dim, dtype=DTYPES[made.dtype], device=device)
-            positive = torch.zeros(schedule.POSITIVE_PARTS, 64, device=device)
+            positive = statistics.by_prefix(torch.zeros(schedule.POSITIVE_PARTS * count, 64, device=device), prefixes)
             sums = [torch.zeros(64, made.dim, device=device) for _ in range(2)]
             scratch = schedule.backward_scratch(64, 64, x.device)
             scratch.flags.zero_()
-            pairs = [statistics.view(each) for each in sides]
+            pairs = [statistics.view(each, prefixes) for each in sides]
             block = package._runtime.package.Block(x, x, one, zero, 0, 0, *pairs, positive)
             schedule.backward_block(block, *sums, scratch)
             found = bool(scratch.flags.any())
-            assert found == flagged, f"flagged: {found}, where an exponent of side {side} is {low}"
+            assert found == flagged, f"flagged: {found}, where an exponent of side {side}, prefix {prefix} is {low}"
 
 
 def unflagged_triangle(made: Made, device: str = "cpu") -> None:

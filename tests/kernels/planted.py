@@ -777,10 +777,18 @@ BUGS: dict[str, Bug] = {
     # ---- prefixes of the features
     "a slab takes the gradient of its own prefix alone": Bug(
         PREFIXES,
-        (("kernels.py", "        value += g_16\n", "        value = g_16\n"),),
+        (("kernels.py", "value += unpacked(g_16,", "value = unpacked(g_16,"),),
         checks.numerics,
         (case(),),
         "dq",
+    ),
+    "the halves of a pair of g change places": Bug(
+        PREFIXES, (("kernels.py", "tl.join(low, high)", "tl.join(high, low)"),), checks.numerics, (case(),), "dq"
+    ),
+    "rows far below the reference of keys raise no flag": Bug(
+        PREFIXES,
+        (("kernels.py", "below = tl.maximum(below, reference_16 - e)", "below += 0.0 * e"),),
+        checks.flagged_gradients,
     ),
     "prefixes take the partial sums of others": Bug(
         PREFIXES,

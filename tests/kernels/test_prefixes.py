@@ -34,6 +34,7 @@ def test_ragged_sizes_amid_nan(interpreted: Interpreter, made: Made) -> None:
 
 def test_a_flag_for_all_prefixes(interpreted: Interpreter) -> None:
     interpreted(checks.flagged_sums, CLIP)
+    interpreted(checks.flagged_gradients, CLIP)
 
 
 @BOTH

@@ -9,18 +9,18 @@ from typing import Any
 from infcl_gen.emission import simulate_problem
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.losses import Derivation, derive, load_loss
+from infcl_gen.losses import Derivation, derive, load_loss, over_prefixes
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.timeline import LEAD_S
 
 
 @functools.cache
-def derivation_of(loss: str) -> Derivation:
-    return derive(load_loss(loss))
+def derivation_of(loss: str, prefixes: tuple[int, ...] = ()) -> Derivation:
+    return derive(over_prefixes(load_loss(loss), prefixes))
 
 
 def plan_problem(problem: Problem) -> Plan:
-    return plan(problem, derivation_of(problem.loss), resolve_cluster(problem))
+    return plan(problem, derivation_of(problem.loss, problem.prefixes), resolve_cluster(problem))
 
 
 def plan_flags(**flags: Any) -> Plan:
