@@ -47,8 +47,8 @@ EFFICIENCY = {
     "torch": Rational(7, 10),
 }
 # What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
-# trial kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 17.3 and 28.4 ms. One loss has 125 and 205 above.
-PREFIX_END = {"forward": 175, "gradient": 450}
+# kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above.
+PREFIX_END = {"forward": 220, "gradient": 405}
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
 SORT_LAUNCHES = 30  # that take the time of two sorts of ids
 ALONE = Rational(7, 5)  # time of one fused program alone on an SM, over half the time of two that share it

@@ -126,8 +126,8 @@ def test_predictions_are_near_the_measurements() -> None:
 
 
 def test_prefixes_cost_their_sums_and_narrow_products() -> None:
-    """Trial kernels timed alone on an H200, of clip at 65 536 x 768 over four prefixes: g of each goes to memory, and
-    products of narrow slabs read it there."""
+    """Kernels of clip at 65 536 x 768 over four prefixes, on an H200: g of each goes to memory, and products of narrow
+    slabs read it there."""
     plan = plan_flags(batch_size=65536, prefixes="96,192,384,768", memory_budget="1GiB")
     found = dict.fromkeys(("forward product", "gradient", "dq product", "dk product"), 0.0)
     for phase in plan.phases:
@@ -135,7 +135,7 @@ def test_prefixes_cost_their_sums_and_narrow_products() -> None:
         if name in found:
             found[name] += phase.time_s * 1e3
     products = found.pop("dq product") + found.pop("dk product")
-    assert found == {"forward product": pytest.approx(17.3, rel=0.1), "gradient": pytest.approx(28.4, rel=0.1)}
+    assert found == {"forward product": pytest.approx(18.7, rel=0.05), "gradient": pytest.approx(27.8, rel=0.05)}
     assert 22 <= products <= 26
     assert plan.products == pytest.approx(4, rel=0.01)
 
