@@ -224,15 +224,20 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     sums = ("query_exponent + own", "query_mantissa + own", *["key_exponent + other", "key_mantissa + other"] * both)
     shares = {"weight": 1.0, "query_share": derivation.query_share * unit, "key_share": derivation.key_share * unit}
     slabs = [
-        slab._asdict() | {name: share * weight for name, share in shares.items()}
+        slab._asdict()
+        | {name: share * weight for name, share in shares.items()}
+        | {"last_step": f"== {slab.stop}", "lane_sums": f"lane_sums_{slab.stop}, " * both}
         for slab, weight in zip(plan.slabs, derivation.prefix_weights, strict=True)
     ]
+    slabs[-1]["last_step"] = ">= DIM"  # the last step may reach beyond the features
     return {
         "slabs": slabs,
         "longest_first": slabs[::-1],
         "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_queries",
         "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared],
         "key_distance": "key_stride" if both else "0",
+        "lane_sums": "lane_sums, " * both,
+        "about_lane_sums": ", those of a column to lane_sums" * both,
         "prefixes": len(plan.slabs),
         "times_prefixes": f" * {len(plan.slabs)}",
         "place_of_ratio": f"ratio + block * {len(plan.slabs)} * ROWS + tl.arange(0, ROWS)",
