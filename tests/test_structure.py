@@ -187,7 +187,7 @@ def test_the_source_stays_small() -> None:
     510 for queries' own numbers from the call to the gate, 170 of these for their states, 480 for the mean of all
     logits and its weights, 30 for what refusals offer, 450 for any number of positives, from the formula on, 220 for
     factors of similarities, 260 for a second sum of each query, 145 for the sum of a row's partner, from the formula to
-    the peers of bench, 320 for a guide, 475 for prefixes from the flag to the gate, 50 for numbers at the planned size,
+    the peers of bench, 320 for a guide, 479 for prefixes from the flag to the gate, 50 for numbers at the planned size,
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws;
     3 490 plan and run training steps, 15 of which remember costs; 960 are what users meet first, 50 of which take a
     LossSpec itself, 20 prefixes, and refuse a module's wrong arguments where it is made; 850 make pages.
@@ -197,5 +197,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 21_383, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 21_387, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 960 and pages <= 850 and step <= 3_490

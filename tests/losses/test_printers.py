@@ -142,7 +142,7 @@ def test_text_does_not_depend_on_hashing() -> None:
         "    print(loss_context(derive(spec)), latex_of(derive(spec)), spec_as_dict(spec))"
     )
     texts = set()
-    for seed in ("0", "1", "2", "31337"):
+    for seed in ("0", "31337"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         result = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

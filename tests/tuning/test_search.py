@@ -198,7 +198,7 @@ def test_a_candidate_may_spill_on_no_size(tmp_path: Path, monkeypatch: pytest.Mo
     run._judge_legality()
     run._compile(math.inf)
     # The other kernels are those of any package of this size, which tests/test_aot.py compiles.
-    monkeypatch.setattr(Kernels, "names", lambda *_: ["references", "forward", "forward_wide", "merge"])
+    monkeypatch.setattr(Kernels, "names", lambda *_: ["forward", "forward_wide"])
     rows = aot_checks(tmp_path / "c1", ["sm_90"])
     (wide,) = [row for row in rows if row["check"].endswith("forward_wide")]
     assert not wide["passed"] and all(row["passed"] for row in rows if row is not wide)
