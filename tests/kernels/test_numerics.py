@@ -65,7 +65,7 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("gist", "near_and_ids")),
     ],
 )
-@examples(ci=8, long=300)
+@examples(ci=6, long=300)
 @hypothesis.given(data=st.data())
 def test_as_accurate_as_the_dtypes_allow(
     interpreted: Interpreter, strategy: str, loss: str, data: st.DataObject

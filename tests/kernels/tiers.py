@@ -10,6 +10,7 @@ and the kernels of four.
 It draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside four fixed rings of 64.
 It plans for 65 536 ranks and measures what one of them allocates (30 s); CI goes up to 4 096. One rank of 4 096 goes
 through the whole runtime; in CI one of 1 024.
+It compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all.
 It trains in fp32 and compares accuracies with the spread of seeds (18 s); in CI 300 steps in fp64 have the same losses
 and the same accuracy as whole batches, and single steps are tested in fp32.
 """

@@ -298,7 +298,7 @@ def package_of(packages: Packages, example: Example) -> ModuleType:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@examples(ci=200, long=3000)
+@examples(ci=120, long=3000)
 @given(data=st.data())
 def test_loss_and_gradients_are_those_of_one_process(packages: Packages, loss: str, data: st.DataObject) -> None:
     """Any world, uneven and empty ranks, disjoint sub-groups of permuted ranks: the dense reference, to 1e-12."""
