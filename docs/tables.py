@@ -464,8 +464,9 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _failure(row: dict[str, Any]) -> str:
-    """ "out of memory": the error without its details."""
-    return str(row["error"]).partition(":")[0]
+    """ "out of memory": the error without its details; "refused" for sizes that a peer does not take."""
+    kind = str(row["error"]).partition(":")[0]
+    return "refused" if kind in ("ValueError", "NotImplementedError") else kind
 
 
 def _times(row: dict[str, Any], idle: str, queued: str, spread: str | None = None) -> str:

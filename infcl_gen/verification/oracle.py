@@ -285,9 +285,9 @@ def numbers_of_rows(
     partners: Tensor | None = None,
     pooled: Sequence[Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """What a loss.py's `of_queries` takes besides `r` and `p`; `own` are `Inputs.vectors`, `positives` the numbers of
-    positives, `second` the log-sum-exps of a multiple of the logits, `partners` those of positives, and `pooled` what
-    all queries have in common, which follows from the others if it is not given."""
+    """What a loss.py's `of_queries` takes besides `r` and `p`. `own`: `Inputs.vectors`. `positives`: their numbers.
+    `second`: the log-sum-exps of a multiple of the logits. `partners`: the log-sum-exps of positives. `pooled`: what
+    all queries have in common; made from the others if it is not given."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
     if positives is not None:
