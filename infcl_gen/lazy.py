@@ -40,6 +40,7 @@ from infcl_gen.runtime.package import Call, Options
 _DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
 _GROUP: Any = getattr(dist, "group", SimpleNamespace(WORLD=None))  # absent from a torch without torch.distributed
 _LOG = logging.getLogger("infcl_gen")
+_USUAL = Options()  # of calls without options; making one takes 1 us of each
 
 
 class Kind(NamedTuple):
@@ -50,18 +51,6 @@ class Kind(NamedTuple):
     dim: int
     dtype: torch.dtype
     device: str  # "cuda" or "cpu"
-
-
-class _Taken(NamedTuple):
-    """What the last call of a module took. A next one that is alike takes it too, without being looked up: that saves
-    a third of what a call costs beyond one through `load`."""
-
-    loads: str  # `_loads` at the time: nothing was loaded since
-    group: Group | None
-    kind: tuple[Any, ...]
-    cuda: bool
-    package: ModuleType
-    apply: Callable[..., Tensor]
 
 
 class _Shelf:
@@ -119,7 +108,6 @@ class ContrastiveLoss(api.ContrastiveLoss):
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
-        self._taken: _Taken | None
         self.loss, self.memory_budget = _text(loss, prefixes), memory_budget
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
@@ -133,34 +121,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
     def extra_repr(self) -> str:
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_taken": None}
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        vars(self)["_taken"] = None  # `loss` and `memory_budget` decide on it
-
     def _loss(self, *arguments: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _run(self.loss, self.memory_budget, *arguments)
-        q, taken = arguments[0], self._taken
-        if taken is not None and type(q) is Tensor:
-            loads, group, (_, _, dim, dtype, device), cuda, package, apply = taken
-            if (
-                loads is _loads
-                and q.is_cuda is cuda
-                and q.dim() == 2
-                and q.shape[1] == dim
-                and dtype is (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype)
-                and group is (None if _GROUP.WORLD is None else find_group(arguments[-1].group_name))
-            ):
-                try:
-                    return apply(*arguments)
-                except package._api.BatchTooLargeError as error:
-                    return _untraced()(taken.kind, arguments, error.queries, error.keys)
-        value = _run(self.loss, self.memory_budget, *arguments)
-        vars(self)["_taken"] = _taken(_kind(self.loss, self.memory_budget, q), find_group(arguments[-1].group_name))
-        return value
+        return _run(self.loss, self.memory_budget, *arguments)
 
 
 def contrastive_loss(
@@ -216,10 +178,14 @@ def contrastive_loss(
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree, and what
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
     """
-    options = api.options_of(group, grad_sync, reduction, check_ranks)
+    options = _USUAL
+    if group is not None or (grad_sync, reduction, check_ranks) != ("mean", "mean", "first"):
+        options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, negatives, query_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
-    return _run(_text(loss, prefixes), memory_budget, q, k, scale, bias, own, *of_pairs, options)
+    if type(loss) is not str or ":" in loss or prefixes:
+        loss = _text(loss, prefixes)
+    return _run(loss, memory_budget, q, k, scale, bias, own, *of_pairs, options)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -241,16 +207,28 @@ def global_value(loss: Tensor, group: Any = None) -> Tensor:
 
 
 def _run(loss: Any, memory_budget: str | int, *arguments: Any) -> Tensor:
-    """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large."""
-    kind, options = _kind(loss, memory_budget, arguments[0]), arguments[-1]
+    """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large.
+
+    It is one function: after other work, each that it called in Python would take another 0.5 us or more of each step.
+    """
+    q, options = arguments[0], arguments[-1]
+    kind: tuple[Any, ...] | None  # the fields of a `Kind`; None if q is no matrix, or on a device without autocast
+    try:
+        device = q.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+        text = loss if isinstance(loss, str) else _text(loss)
+        kind = text, memory_budget, q.shape[1], dtype, device
+    except (AttributeError, IndexError, RuntimeError):
+        kind = None
     if torch.compiler.is_compiling():
+        kind = kind and (*kind[:2], operator.index(kind[2]), *kind[3:])
         name = _warm_name(_loads, options.group_name, kind) if kind else ""
         if not name:
             raise RuntimeError(
                 "there is no package for these features yet: call the loss once outside torch.compile with the "
                 "largest batch"
             )
-        return _applied(sys.modules[name])(*arguments)
+        return _applied(sys.modules[name], arguments)
     shelf = _alone if _GROUP.WORLD is None else _shelf(find_group(options.group_name))
     try:
         package = shelf.packages.get(kind)
@@ -265,31 +243,15 @@ def _run(loss: Any, memory_budget: str | int, *arguments: Any) -> Tensor:
     return found
 
 
-def _kind(loss: Any, memory_budget: str | int, q: Any) -> tuple[Any, ...] | None:
-    """The fields of a `Kind`; None if q is no matrix, or on a device without autocast."""
-    try:
-        device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        return loss if isinstance(loss, str) else _text(loss), memory_budget, operator.index(q.shape[1]), dtype, device
-    except (AttributeError, IndexError, RuntimeError):
-        return None
-
-
-def _taken(kind: tuple[Any, ...] | None, group: Group | None) -> _Taken | None:
-    package = _shelf(group).packages.get(kind)
-    if kind is None or package is None:
-        return None
-    return _Taken(_loads, group, kind, kind[4] == "cuda", package, _applied(package))
-
-
 def _load_and_run(kind: Any, arguments: tuple[Any, ...], queries: int = 0, keys: int = 0) -> Tensor:
     package = _load(kind, arguments[0], arguments[1], arguments[-1], queries, keys)
-    return _applied(package)(*arguments)
+    return _applied(package, arguments)
 
 
-def _applied(package: ModuleType) -> Callable[..., Tensor]:
+def _applied(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
     """The loss of a `Call`'s arguments by a package."""
-    return functools.partial(package._api.differentiable_loss, package._package)
+    found: Tensor = package._api.differentiable_loss(package._package, *arguments)
+    return found
 
 
 def _untraced() -> Callable[..., Tensor]:
@@ -308,8 +270,6 @@ def _text(loss: Any, prefixes: Any = ()) -> Any:
 
     A file by its absolute path, since the process may change its folder before the first call.
     """
-    if type(loss) is str and ":" not in loss and not prefixes:
-        return loss
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
     if prefixes:
         if torch.compiler.is_compiling():

@@ -87,6 +87,7 @@ def test_it_grows_and_does_not_shrink(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_each_kind_has_a_package() -> None:
+    """Planted: the loss, the budget, D, the dtype or autocast left out of what tells kinds apart."""
     criterion = infcl_gen.ContrastiveLoss()
     for dim, dtype in ((16, torch.float32), (8, torch.float32), (16, torch.bfloat16), (16, torch.float32)):
         q, k = features(9, dim, dtype)
@@ -96,7 +97,15 @@ def test_each_kind_has_a_package() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         q, k = features(9)
         criterion(q, k, 10.0).backward()
+        rounded = value(criterion(q.bfloat16(), k.bfloat16(), 10.0))
+        assert value(criterion(q, k, 10.0)) == value(infcl_gen.contrastive_loss(q, k, 10.0)) == rounded
     assert q.grad.dtype == torch.float32 and planned() == [16, 16, 16]
+    assert value(criterion(q, k, 10.0)) == value(infcl_gen.contrastive_loss(q, k, 10.0)) != rounded
+    criterion.memory_budget = "1GiB"
+    criterion(q, k, 10.0)
+    criterion.loss = "infonce"
+    assert value(criterion(q, k, 10.0)) == value(infcl_gen.contrastive_loss(q, k, 10.0, loss="infonce"))
+    assert planned() == [16] * 6
 
 
 def test_more_keys_than_queries() -> None:
@@ -340,37 +349,6 @@ def test_a_budget_that_the_next_power_of_two_exceeds_serves_the_batch() -> None:
     assert tried == [(65_536, 128)]
 
 
-def test_a_call_like_the_last_one_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other call does. Planted: each of the conditions left out."""
-    q, k = features(7)
-    criterion = infcl_gen.ContrastiveLoss()
-    looked_up: list[Any] = []
-    run = lazy._run
-    monkeypatch.setattr(lazy, "_run", lambda *given: looked_up.append(given) or run(*given))
-
-    def lookups(*given: Any) -> list[int]:
-        """Of two equal calls."""
-        found = []
-        for _ in range(2):
-            looked_up.clear()
-            found.append((value(criterion(*given)), len(looked_up)))
-        assert found[0][0] == found[1][0] == value(infcl_gen.contrastive_loss(*given, loss=criterion.loss))
-        return [count for _, count in found]
-
-    assert lookups(q, k, 10.0) == [1, 0]
-    assert lookups(q[:, :6], k[:, :6], 10.0) == [1, 0]
-    assert lookups(q.double(), k.double(), 10.0) == [1, 0]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert lookups(q, k, 10.0) == [1, 0]
-    assert lookups(q, k, 10.0) == [1, 0]
-    criterion.memory_budget = "1GiB"
-    assert lookups(q, k, 10.0) == [1, 0]
-    criterion.loss = "infonce"
-    assert lookups(q, k, 10.0) == [1, 0]
-    lazy._loads = "another"
-    assert lookups(q, k, 10.0) == [1, 0]
-
-
 def test_a_warm_call_makes_few_calls_beyond_one_through_load() -> None:
     """After other work each costs 0.5 us of host time or more. A call may take 5 us more than one through `load`.
     Planted: `find_group` where there are no groups."""
@@ -389,12 +367,12 @@ def test_a_warm_call_makes_few_calls_beyond_one_through_load() -> None:
             sys.setprofile(None)
         return found
 
-    for lazily, loaded, most in (
-        (infcl_gen.ContrastiveLoss(), package.ContrastiveLoss(), 4),
-        (infcl_gen.contrastive_loss, package.contrastive_loss, 7),
+    for lazily, loaded in (
+        (infcl_gen.ContrastiveLoss(), package.ContrastiveLoss()),
+        (infcl_gen.contrastive_loss, package.contrastive_loss),
     ):
         beyond = Counter(calls(lazily)) - Counter(calls(loaded))
-        assert 0 < beyond.total() <= most, beyond
+        assert 0 < beyond.total() <= 5, beyond
 
 
 def test_modules_are_copied_and_pickled() -> None:
