@@ -30,12 +30,14 @@ from torch import Tensor
 
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_python_words
+from infcl_gen.inputs.builtin import builtin_positives
 from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
 from infcl_gen.inputs.text import parse_bytes, parse_prefixes, suggestion
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import UNPAIRED, compare, header
 from infcl_gen.runtime.group import Group, find_group
 from infcl_gen.runtime.package import Call, Options
+from infcl_gen.triton_start import start_triton, wait_for_triton
 
 _DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
 _GROUP: Any = getattr(dist, "group", SimpleNamespace(WORLD=None))  # absent from a torch without torch.distributed
@@ -112,11 +114,12 @@ class ContrastiveLoss(api.ContrastiveLoss):
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
             Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget), prefixes=prefixes)
-            if given != "clip" or prefixes:  # known without SymPy
+            if not (isinstance(given, str) and given in builtin_positives()) or prefixes:
                 from infcl_gen.losses import derive, is_being_read, load_loss, over_prefixes
 
                 if not is_being_read(given):  # a file that makes a module of its own loss
                     _literals(derive(over_prefixes(load_loss(given), parse_prefixes(prefixes))).spec)
+        start_triton("key")
 
     def extra_repr(self) -> str:
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
@@ -377,6 +380,8 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
         if group is not None:
             group.exchange(_header(None, q, k, accepted=False))
         raise
+    if kind.device == "cuda":
+        start_triton("key", "driver")
     shelf, began_s = _shelf(group), time.perf_counter()
     with shelf.lock, in_python_words():
         at_hand = shelf.packages.get(kind)
@@ -387,6 +392,7 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
             if at_hand is not None and all(map(operator.le, sizes, _planned(at_hand))):
                 return at_hand  # another thread was loading it
             package = _fitting(load_cached, kind, at_hand, sizes, 1)
+        wait_for_triton()
         shelf.packages[kind] = package
         _loads = secrets.token_hex(8)
     problem = package.SPEC["problem"]
@@ -479,9 +485,12 @@ def _fitting(
     Where that does not fit the memory budget, of up to the next multiple of 1 024. Never less than at hand.
     """
     if sizes[0] != sizes[1]:
-        from infcl_gen.losses import load_loss
+        positives = builtin_positives().get(kind.loss)
+        if positives is None:
+            from infcl_gen.losses import load_loss  # imports SymPy
 
-        if load_loss(_given(kind.loss)).positives == "diagonal":
+            positives = load_loss(_given(kind.loss)).positives
+        if positives == "diagonal":
             raise ValueError(UNPAIRED.format(_shown(kind.loss), *sizes))
     least = [max(1, *size) for size in zip(sizes, _planned(at_hand) if at_hand else (1, 1), strict=True)]
     powers = [1 << (size - 1).bit_length() for size in least]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import infcl_gen
-from infcl_gen import LossSpec, lazy
+from infcl_gen import LossSpec, lazy, triton_start
 from infcl_gen.losses import language
 from infcl_gen.processes import Worker, run_ranks
 from tests import lazy_rank
@@ -330,6 +330,29 @@ def test_threads_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert len(loads) == 1
+
+
+def test_triton_starts_beside_other_work_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a step that begins twice; a package that is used before Triton has started; a thread without a GPU."""
+    begun: list[str] = []
+
+    def step() -> None:
+        begun.append("begun")
+        time.sleep(0.3)
+        begun.append("ended")
+
+    monkeypatch.setattr(triton_start, "_STEPS", {"key": step, "driver": step})
+    monkeypatch.setattr(triton_start, "_begun", {})
+    for driver, build in ((False, "13.0"), (True, None)):
+        monkeypatch.setattr(triton_start, "has_driver", lambda driver=driver: driver)
+        monkeypatch.setattr(torch.version, "cuda", build)
+        infcl_gen.ContrastiveLoss()
+        assert begun == []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    infcl_gen.ContrastiveLoss()
+    criterion = infcl_gen.ContrastiveLoss("infonce")
+    criterion(*features(4), 10.0)
+    assert begun == ["begun", "ended"]  # the driver's step would use the GPU
 
 
 def test_a_budget_that_the_next_power_of_two_exceeds_serves_the_batch() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "1a2ae0dd12688adf0fd9fafb4be91e307dad4e84b3472d6796c0b3424fa6fc38",
+    "digest": "fe483e4f75c0b89f1c00ebe89072f3d5a5127363a725bb6d0320b5550c80c1d1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "21396814b0d7444b01f940bd1fbd58e4ff95bb1da96eefb71b6193b112f81f8c",
+    "digest": "1b7268ddd3671da8049b14b1b238a629acfcfe4f99eb3aec2b53526c3ee1e462",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

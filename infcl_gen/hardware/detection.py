@@ -39,9 +39,14 @@ def detect(target: str = "auto") -> DeviceProfile:
     )
 
 
+def has_driver() -> bool:
+    """Whether a GPU's driver may be loaded. It touches no GPU: a process may fork afterwards."""
+    return not sys.platform.startswith("linux") or any(os.path.exists(path) for path in _DRIVERS)
+
+
 def find_device() -> FoundDevice | None:
     """The first GPU that torch sees; None also without torch, or for a torch build without GPU support."""
-    if sys.platform.startswith("linux") and not any(os.path.exists(path) for path in _DRIVERS):
+    if not has_driver():
         return None
     try:
         import torch

@@ -242,11 +242,12 @@ def test_cache_key_follows_tuning_records(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_package_in_the_cache_is_found_without_sympy(tmp_path: Path) -> None:
-    """Which takes half a second or more of a process's first call."""
+    """Which takes half a second or more of a process's first call. Planted: a module that looks its loss up, or what
+    its positives are where there are more keys than queries."""
     code = (
-        "import sys\n"
-        "from infcl_gen import load\n"
-        "load(batch_size=64, dim=16, dtype='fp32', target='cpu')\n"
+        "import sys, torch\n"
+        "from infcl_gen import ContrastiveLoss\n"
+        "ContrastiveLoss('infonce')(torch.ones(2, 16), torch.ones(6, 16), 1.0, labels='own')\n"
         "print(sorted({'sympy', 'infcl_gen.planning', 'torch._dynamo'} & set(sys.modules)))\n"
     )
     found = [

@@ -6,6 +6,7 @@ import pytest
 
 import infcl_gen
 from infcl_gen.errors import InputError
+from infcl_gen.inputs.builtin import builtin_positives
 from infcl_gen.losses import BUILTIN_LOSSES, derive, load_loss, spec_as_dict, spec_from_dict
 from infcl_gen.losses.language import LossError
 from infcl_gen.losses.load import parse_formula
@@ -56,6 +57,11 @@ def test_a_loss_is_given_itself(file: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BUILTIN_LOSSES))
 def test_built_in_losses(name: str) -> None:
     assert load_loss(name) is BUILTIN_LOSSES[name]
+
+
+def test_built_in_losses_are_known_without_their_module() -> None:
+    """Planted: a record whose `positives` are left out."""
+    assert builtin_positives() == {name: spec.positives for name, spec in BUILTIN_LOSSES.items()}
 
 
 @pytest.mark.parametrize(

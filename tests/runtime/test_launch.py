@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from infcl_gen.runtime import launch
+from infcl_gen.runtime import launch, warmup
 from infcl_gen.runtime.launch import descriptor, descriptor_legal, library_legal, operands, strip_blocks
 from infcl_gen.runtime.warmup import key_functions
 
@@ -241,6 +243,31 @@ def test_no_block_of_keys_gets_more_strips_than_there_is_room_for() -> None:
             for key_blocks, programs in ((1, 1), (5, 132), (64, 264)):
                 strip = strip_blocks(row_blocks, key_blocks, most, programs)
                 assert 1 <= strip <= row_blocks and -(-row_blocks // strip) <= most
+
+
+def test_the_longest_kernel_is_compiled_first_and_tritons_library_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: kernels in the order of their launches; the hash left to the threads that compile."""
+    done: list[tuple[str, bool]] = []
+
+    class Kernel:
+        def __init__(self, src: str) -> None:
+            self.src, self.fn, self.device_caches = src, types.FunctionType((lambda: None).__code__, {}), {0: None}
+
+        def warmup(self, grid: object, **given: object) -> Any:
+            return types.SimpleNamespace(run=record(f"{self.src} {given['WIDE']}"))
+
+    def record(what: str) -> None:
+        done.append((what, threading.current_thread() is threading.main_thread()))
+
+    active = types.SimpleNamespace(get_current_device=lambda: 0)
+    monkeypatch.setattr("triton.runtime.driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: record("key"))
+    monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    short, long = Kernel("short"), Kernel("the longest")
+    launches = [launch.Launch(each, (1,), {"WIDE": wide}) for wide in (1, 2) for each in (short, long)]
+    warmup._compile(launches, torch.device("cuda"))
+    assert done == [("key", True), *((f"{each} {wide}", False) for each in ("the longest", "short") for wide in (1, 2))]
 
 
 def test_keys_of_kernels_do_not_depend_on_which_thread_is_first() -> None:
