@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "fe483e4f75c0b89f1c00ebe89072f3d5a5127363a725bb6d0320b5550c80c1d1",
+    "digest": "59dd8a802fdb54d8885c4b2daa66353f9529751efab7d5c32d227123ca3c5fbe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -183,11 +183,11 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 512, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False},
+                 "across": False, "renewed": False},
                 {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
-                 "backward": "unchanged", "across": True},
+                 "backward": "unchanged", "across": True, "renewed": False},
                 {"name": "key gradients", "columns": 512, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1b7268ddd3671da8049b14b1b238a629acfcfe4f99eb3aec2b53526c3ee1e462",
+    "digest": "5d2f0416290a4ce76b638d6a2b6de9e356c541a0e4f1698c8e562cd52ad3431b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -236,11 +236,11 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 768, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False},
+                 "across": False, "renewed": False},
                 {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
-                 "backward": "unchanged", "across": True},
+                 "backward": "unchanged", "across": True, "renewed": False},
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "23986d2be4566bca9df5ea8cba2c465fe9cab4c5e26cdb9db2f083857971acc9",
+    "digest": "f889aa44f7e04468a78b32de84d56b635cb66c73dc6d13a437cda92ee76959f7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -256,9 +256,9 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 768, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False},
+                 "across": False, "renewed": False},
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

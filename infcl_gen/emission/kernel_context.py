@@ -53,6 +53,18 @@ _R_OF_PARTNER = """\
 partner_sum = tl.load(partner_mantissa + i, mask=i < queries, other=1.0)
 rp = log2_of(tl.load(partner_exponent + i, mask=i < queries, other=0.0), partner_sum) * LN2 + shift"""
 _OF_NO_PARTNER = '\nrp = tl.where(partner_sum == 0.0, float("-inf"), rp)'
+# By name in the template of `combine`: of the column of each query's positive, which is the key of its index.
+_COLUMNS = {
+    "about_columns": "key_mantissa    that of its positive's column over ac_i, likewise",
+    "sums_of_columns": """\
+sum_of_column = tl.load(key_mantissa + i, mask=i < queries, other=1.0)
+cp = log2_of(tl.load(key_exponent + i, mask=i < queries, other=0.0), sum_of_column) * LN2 + shift
+cp = tl.where(sum_of_column == 0.0, float("-inf"), cp)""",
+    "column_of_nothing": "key_weight = tl.where(sum_of_column == 0.0, 0.0, key_weight)",
+    "divided_columns": """\
+sum_of_column = tl.where(sum_of_column == 0.0, float("inf"), sum_of_column / key_weight)
+tl.store(key_mantissa + i, sum_of_column.to(tl.float32), mask=i < queries)""",
+}
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -428,6 +440,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "partnered": plan.traits.partnered,
         "about_partner": _ABOUT_PARTNER if plan.traits.partnered else ABSENT,
         "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,
+        **{name: text if plan.traits.crossed else ABSENT for name, text in _COLUMNS.items()},
+        "plus_column": " + key_weight" * plan.traits.crossed,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
         "pooled_numbers": _POOLED_NUMBERS if plan.traits.pooled else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,

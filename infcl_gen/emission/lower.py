@@ -192,6 +192,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         **_torch_thresholds(traits),
         **_torch_masks(traits, derivation.through_z != 0),
         **_torch_second(traits),
+        **_torch_columns(traits),
         "partnered": traits.partnered,
         "noted_partners": "note_partners_(block)" if traits.partnered else ABSENT,
         **(
@@ -223,7 +224,8 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
-    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "pooled": "pooled[0]", "pooled_slope": "pooled[1]",
+    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "cp": "log(block.keys, rows)",
+    "pooled": "pooled[0]", "pooled_slope": "pooled[1]",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""
@@ -342,8 +344,29 @@ def _torch_second(traits: Traits) -> dict[str, str]:
         + ".masked_fill(nothing, torch.inf)" * traits.without_positives,
     }
     return {name: text if traits.second else ABSENT for name, text in found.items()} | {
-        "and_second_weight": ", second_weight" * traits.second,
+        "and_further_weights": ", second_weight" * traits.second + ", key_weight" * traits.crossed,
         "plus_second": " + second_weight" * traits.second,
+    }
+
+
+_NOTED_COLUMNS = "part.positive[3, row], part.positive[4, row] = exponent[column], e[row, column]"
+_DIVIDED_COLUMNS = """\
+of_columns = block.keys.mantissa[rows]
+        block.keys.mantissa[rows] = (of_columns / key_weight).masked_fill(of_columns == 0, torch.inf)"""
+
+
+def _torch_columns(traits: Traits) -> dict[str, Any]:
+    """What the sweeps have of sums over queries: positives in them, or weights of their keys."""
+    found = {
+        "about_columns": "keys.mantissa      that of the column of its positive over ac_i",
+        "column_of_nothing": "key_weight = key_weight.masked_fill(block.keys.mantissa[rows] == 0, 0.0)",
+        "divided_columns": _DIVIDED_COLUMNS,
+    }
+    return {name: text if traits.crossed else ABSENT for name, text in found.items()} | {
+        "added_columns": "exponent = " * (not traits.crossed) + "add_(part.keys, x2, e, 0)",
+        "noted_columns": ABSENT if traits.crossed else _NOTED_COLUMNS,
+        "sums_of_positives": traits.has_keys and not traits.combined,
+        "plus_column": " + key_weight" * traits.crossed,
     }
 
 

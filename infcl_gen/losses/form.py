@@ -13,10 +13,10 @@ depend on the positive's similarity, scale, bias, and the numbers of queries and
 of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the positives of all
 queries of a function of their logits and similarities. Log-sum-exps of logits may leave pairs out: positives, those of
 one id, and those whose similarity, or a guide's, exceeds their query's threshold, which is affine in that of its
-positive. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j
-over z, and its domain a triangle. There F may also depend on s of the row that is the positive: rows are then pairs,
-each the positive of the other. To F and G may be added constants times the mean of a query's logits, m_i, and of a
-key's, d_j. `form_of` reads formulas, and nothing else does.
+positive. F may also depend on t of the key that is the positive. Of similarity("query", "query") z_ij = q_i . q_j, and
+a row is no key of its own: the form is that of i != j over z, and its domain a triangle. There F may also depend on s
+of the row that is the positive: rows are then pairs, each the positive of the other. To F and G may be added constants
+times the mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -31,7 +31,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, d, display, h, m, next_state, p, pooled, positive_z, r, r2, rp, state, u, x
+from infcl_gen.losses.printers import c, cp, d, display, h, m, next_state, p, pooled, positive_z, r, r2, rp, state, u, x
 from infcl_gen.runtime.traits import Domain
 
 ONE = Integer(1)
@@ -125,6 +125,11 @@ class Form:
         return any(each.symbol == rp for each in self.statistics)
 
     @property
+    def crossed(self) -> bool:
+        """Whether F has the log-sum-exp over queries of the key that is the positive."""
+        return any(each.symbol == cp for each in self.statistics)
+
+    @property
     def guided(self) -> bool:
         """Whether p is the mean of a query's logits by the softmax of its guide."""
         return any(each.kind == BY_GUIDE for each in self.statistics)
@@ -164,6 +169,7 @@ _REDUCED = {
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
     language.mean_of_queries(x): d, language.query_state: state,
     language.of_positive(language.logsumexp_over_keys(x)): rp,
+    language.of_positive(language.logsumexp_over_queries(x)): cp,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -180,6 +186,7 @@ _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()} | {positive_z: la
 _KNOWN = {
     r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c),
     r2: Statistic("query", "logsumexp_of_multiple", r2), rp: Statistic("query", "logsumexp_of_positive", rp),
+    cp: Statistic("query", "logsumexp_of_column", cp),
 }  # fmt: skip
 
 
@@ -237,11 +244,20 @@ def form_of(spec: LossSpec) -> Form:
     query_term, of_all = _with_pooled(spec, query_term, key_term)
     query_term, following = _with_next_state(query_term)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
+    found += (_KNOWN[c],) * query_term.has(cp)
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
     refuse(([each for each in alone if not query_term.has(each)], "a log-sum-exp stands in next_state alone, "
             "where it has no kernel: write it in the term, too"))  # fmt: skip
-    refuse((query_term.has(rp) and not query_term.has(r), "of_positive has no kernel where the row's own log-sum-exp "
-            "is not: write that one, whose mean is the same"))  # fmt: skip
+    refuse(
+        (query_term.has(rp) and not query_term.has(r), "of_positive has no kernel where the row's own log-sum-exp is "
+         "not: write that one, whose mean is the same"),
+        (query_term.has(cp) and not query_term.has(r),
+         "of_positive(logsumexp_over_queries(x)) has no kernel without a log-sum-exp over keys: exchange queries and "
+         "keys, and write logsumexp_over_keys"),
+        (query_term.has(cp) and excluded[:1] != ("positive",),
+         "of_positive(logsumexp_over_queries(x)) has kernels where sums leave positives out: write where=1 - "
+         "is_positive in both log-sum-exps, and positive(x) beside them"),
+    )  # fmt: skip
     if of_positives:
         refuse((key_term != 0, f"positives={spec.positives!r} has no kernel yet beside mean_over_keys: write "
                                "mean_over_queries alone, and call it once for each direction"),
@@ -322,7 +338,7 @@ def _with_pooled(spec: LossSpec, term: Expr, key_term: Expr) -> tuple[Expr, Expr
          f"{word} has kernels where each query has one positive: write positives='diagonal' or 'label'"),
         (key_term != 0, f"{word} has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it "
                         "once for each direction"),
-        (term.has(rp), f"{word} has no kernel yet beside of_positive: write one of the two"),
+        (term.has(rp, cp), f"{word} has no kernel yet beside of_positive: write one of the two"),
         (foreign or not inside.has(p, positive_z),
          f"{word}({display(inside.xreplace(_WORD_OF))}) is of positives: write an expression of positive(z)"),
     )  # fmt: skip
@@ -351,16 +367,29 @@ def _check_partners(spec: LossSpec, formula: Expr, domain: Domain) -> None:
     if not found:
         return
     inside = [each.args[0] for each in found]
-    other = [display(each) for each in inside if not isinstance(each, language.logsumexp_over_keys)]
-    own = (language.query_weight, language.query_state, language.logsumexp_over_negatives)
+    other = [display(each) for each in inside if not isinstance(each, _SUMS)]
+    own = (language.query_weight, language.next_state, language.logsumexp_over_negatives)
     beside = [display(each) if isinstance(each, Expr) else each.__name__ for each in own if formula.has(each)]
+    of_rows = any(isinstance(each, language.logsumexp_over_keys) for each in inside)
     refuse(
-        (domain != "triangle", "of_positive has kernels for rows in pairs: write similarity('query', 'query') of both "
-                               "sides in one tensor"),
-        (other, f"of_positive is of logsumexp_over_keys alone, not of {''.join(other[:1])}: write it around that"),
+        (other, f"of_positive is of a log-sum-exp alone, not of {''.join(other[:1])}: write it around that"),
+        (of_rows and domain != "triangle",
+         "of_positive(logsumexp_over_keys(x)) has kernels for rows in pairs: write similarity('query', 'query') of "
+         "both sides in one tensor, or logsumexp_over_queries(x) of the positive's column"),
         (any(each.args[0].has(is_positive) for each in inside),
-         "a logit with is_positive has no kernel yet in of_positive: write where=(1 - is_self) * (1 - is_positive)"),
-        (spec.positives != "label", "of_positive needs positives='label': a row of several positives has no partner"),
+         "a logit with is_positive has no kernel yet in of_positive: write where=(1 - is_self) * (1 - is_positive)"
+         if of_rows else "a logit with is_positive has no kernel in of_positive: write where=1 - is_positive"),
+        (of_rows and spec.positives != "label",
+         "of_positive needs positives='label': a row of several positives has no partner"),
+        (not of_rows and spec.positives == "id",
+         "of_positive(logsumexp_over_queries(x)) has no kernel yet where a query has several positives: write "
+         "positives='diagonal', or the sums of rows alone, as infonce_in has them"),
+        (not of_rows and spec.positives != "diagonal",
+         "of_positive(logsumexp_over_queries(x)) has kernels where each query has a key of its own: write "
+         "positives='diagonal'"),
+        (not of_rows and formula.has(language.mean_over_keys),
+         "of_positive has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it once for "
+         "each direction"),
         (beside, f"{''.join(beside[:1])} has no kernel yet beside of_positive: leave one of them out"),
     )  # fmt: skip
 
@@ -560,6 +589,8 @@ def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[
            (domain == "triangle", "a threshold has no kernel yet in a loss of one side: give both sides, and write z"),
            (formula.has(language.mean_over_keys), "a threshold has no kernel yet beside mean_over_keys: write "
             "mean_over_queries alone, and call it once for each direction"),
+           (formula.has(language.of_positive), "a threshold has no kernel yet beside of_positive: leave one of them "
+                                               "out"),
            (spec.positives != "diagonal", f"a threshold has no kernel yet beside positives={spec.positives!r}: write "
                                           "positives='diagonal'"))  # fmt: skip
     (difference,) = steps[0].args

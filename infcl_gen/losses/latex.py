@@ -19,8 +19,8 @@ from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "m": "m_i", "d": "d_j", "scale": "s",
-    "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
+    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "c_i", "m": "m_i", "d": "d_j",
+    "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
     "pooled": "E", "pooled_slope": "S",
 }  # fmt: skip
 _VECTORS = {
@@ -103,7 +103,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         **pooled_formulas(derivation, _text, *_POOLED),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
-        **slopes_of_rows(derivation, _text, "a'_i"),
+        **slopes_of_rows(derivation, _text, "a'_i", r"\alpha_i"),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
         + r", \quad j \ne i" * triangle,
         **gradients,
@@ -236,6 +236,8 @@ def _gradient(derivation: Derivation) -> str:
             if form.guided:
                 at_positives = f"b_i {_BY_GUIDE}"
             second = rf"a'_i {mask}e^{{{_text(form.multiple * x)} - r'_i}} + " * form.second
+            if form.crossed:
+                second = rf"\alpha_j {mask}e^{{x_{{ij}} - c_j}} + "
             return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {second}{at_positives}{ends} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),

@@ -244,11 +244,13 @@ class _Shards(_Rooms):
     def home(self, name: str, place: Place) -> Tensor:
         here, received = self._layout.rank, self._received.pop(name, None)
         if name in self._shared:
+            keys, total = sum(self._layout.keys), self._tensors.kept.get(name)
+            if total is None:  # the owners send it again for backward
+                total = self._new(name, keys)
             if received is not None and self._is_concerned(here) and self._tensors.add_up is not None:
-                keys = sum(self._layout.keys)
-                self._tensors.add_up(received, self._first(name, self._tensors.kept[name], keys))
+                self._tensors.add_up(received, self._first(name, total, keys))
             self._sums.pop(name, None)
-            return self._all(name)[here]
+            return self._split(name, total)[here]
         own = self._own_sums(name)[here]
         del self._sums[name]  # sums that were sent leave their memory to the results
         for part in () if received is None else received:

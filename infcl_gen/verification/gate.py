@@ -414,7 +414,8 @@ class _OfQueries:
     """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
     r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
-    second log-sum-exp `second` and `dsecond` likewise; `operand` is w. An error is what a value changes over the
+    second log-sum-exp `second` and `dsecond` likewise, of those over queries `of_columns` and `dof_columns`; `operand`
+    is w. An error is what a value changes over the
     intervals of its arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
@@ -448,6 +449,11 @@ class _OfQueries:
         if traits.partnered:
             numbers.append(r[inputs.positives()])
             errors.append(dr[inputs.positives()])
+        if traits.crossed:
+            c, dc, of_columns, dof_columns = self._of_sum(y.T, dx.T)
+            self.of_columns, self.dof_columns = of_columns.T, dof_columns.T
+            numbers.append(c)
+            errors.append(dc)
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
         if inputs.query_weight is not None:
             numbers.append(inputs.query_weight.to(x.dtype))
@@ -476,9 +482,9 @@ class _OfQueries:
         def given(signs: Sequence[int], pooled: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Any]:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
             similarity, second = positive_z + signs[1] * dz, own.pop(0) if traits.second else None
-            partners = own.pop(0) if traits.partnered else None
-            sizes, more = (scale, bias, len(x), x.shape[1]), (count, second, partners, pooled)
-            return r, p, numbers_of_rows(mathematics, r, p, similarity, *sizes, own, *more)
+            partners, columns = (own.pop(0) if used else None for used in (traits.partnered, traits.crossed))
+            sizes, more = (scale, bias, len(x), x.shape[1]), (count, second, partners, columns)
+            return r, p, numbers_of_rows(mathematics, r, p, similarity, *sizes, own, *more, pooled=pooled)
 
         def at_ends(r: Tensor, p: Tensor, rest: Any) -> Tensor:
             values = mathematics.of_queries(r, p, **rest)
@@ -557,7 +563,8 @@ def _of_combined(
     of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, operand)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
-    second, dsecond = (each[6] if traits.second else torch.zeros_like(weight) for each in (of.values, of.errors))
+    further = traits.second or traits.crossed  # they have one more weight
+    second, dsecond = (each[6] if further else torch.zeros_like(weight) for each in (of.values, of.errors))
     cancels = torch.finfo(torch.float64).eps * (
         weight.abs() + second.abs() + slope.abs()
     )  # in the oracle, where autograd adds terms
@@ -569,6 +576,9 @@ def _of_combined(
         smooth = smooth + second[:, None] * of.second
         dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
         dg += (dsecond + cancels)[:, None] * of.second
+    if traits.crossed:
+        smooth = smooth + second * of.of_columns
+        dg += second.abs() * (of.dof_columns + statistics.smallest_normal) + (dsecond + cancels) * of.of_columns
     g = smooth + slope[:, None] * of.positive
     if traits.by_guide:  # all pairs round alike
         smooth = g

@@ -250,7 +250,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
         second = torch.cat(of_multiple[0]) if of_multiple else None
-        more = None, second, r[labels] if "rp" in mathematics.OF_ROWS else None
+        more = None, second, r[labels] if "rp" in mathematics.OF_ROWS else None, c
         rest = numbers_of_rows(mathematics, r, p, at_positive_z, factor, bias, len(q), len(others), own, *more)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()
@@ -283,11 +283,13 @@ def numbers_of_rows(
     positives: Tensor | None = None,
     second: Tensor | None = None,
     partners: Tensor | None = None,
+    columns: Tensor | None = None,
     pooled: Sequence[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """What a loss.py's `of_queries` takes besides `r` and `p`. `own`: `Inputs.vectors`. `positives`: their numbers.
-    `second`: the log-sum-exps of a multiple of the logits. `partners`: the log-sum-exps of positives. `pooled`: what
-    all queries have in common; made from the others if it is not given."""
+    `second`: the log-sum-exps of a multiple of the logits. `partners`: the log-sum-exps of positives.
+    `columns`: those of their columns. `pooled`: what all queries have in common; made from the others if it is not
+    given."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
     if positives is not None:
@@ -296,6 +298,8 @@ def numbers_of_rows(
         found["r2"] = second
     if partners is not None:
         found["rp"] = partners
+    if columns is not None:
+        found["cp"] = columns
     names = mathematics.OF_ROWS
     found |= zip(names[len(names) - len(own) :], own, strict=True)
     if hasattr(mathematics, "of_all_positives"):

@@ -62,7 +62,7 @@ CASES = st.builds(
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
         *((strategy, "cwcl") for strategy in ("panel", "rows")),
-        *(("panel", loss) for loss in ("gist", "near_and_ids")),
+        *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_by_column")),
     ],
 )
 @examples(ci=6, long=300)
@@ -158,6 +158,7 @@ RANKS = [
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
     ("panel", "gist", "bf16", "ring"), ("panel", "gist", "fp32", "gather"),
+    ("panel", "mil_nce", "bf16", "ring"), ("panel", "weighed_by_column", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
     ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
     ("rows", "smooth", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
@@ -230,7 +231,7 @@ SELFTESTS = [
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
     ("panel", "four_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
-    ("panel", "distill", "bf16"), ("panel", "gist", "bf16"),
+    ("panel", "distill", "bf16"), ("panel", "gist", "bf16"), ("panel", "mil_nce", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),
 ]  # fmt: skip

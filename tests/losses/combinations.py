@@ -90,6 +90,7 @@ class Combination:
     smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
     tempered     similarities are multiplied by a number of each query, or of each key, too; drawn apart, too
     coupled      of a triangle: the total is that of both rows of a pair; drawn apart, too
+    crossed      of sums without positives: the total is that of the query and of its key; drawn apart, too
     above        pairs above a threshold are left out, too, by their own similarities or a guide's; drawn apart, too
     """
 
@@ -111,6 +112,7 @@ class Combination:
     tempered: str = ""
     coupled: bool = False
     above: str = ""
+    crossed: bool = False
 
     @property
     def ids(self) -> bool:
@@ -145,6 +147,9 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         total = further + softplus(total - further)  # also where nothing is in the sum of keys
     if one.coupled:
         total = of_positive(total) + softplus(total - of_positive(total))
+    if one.crossed:
+        column = of_positive(logsumexp_over_queries(other, *_where(one, found)))
+        total = column + softplus(total - column)
     formula = mean_over_queries((query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive))
     if one.form == "both":
         of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one, found)) - at_positive)
@@ -224,7 +229,8 @@ def refusals(one: Combination) -> list[str]:
         "multiply the features of keys": one.tempered == "both" and one.hard,
         "query_weight": (both or pairs) and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
-        "of_positive": one.coupled and (one.weighted or one.hard or one.margin),
+        "of_positive": (one.coupled and (one.weighted or one.hard or one.margin))
+        or (one.crossed and (one.weighted or one.hard)),
     }
     if any(reasons.values()):
         reasons["at most 1000 parts"] = one.term == "focal"
@@ -260,6 +266,7 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     p = x[is_own]
     total = _log(torch.where(kept, x.exp(), 0.0).sum(1) + further.exp().sum(1))
     total = torch.logaddexp(total, total[is_own.int().argmax(1)]) if one.coupled else total
+    total = torch.logaddexp(total, _log(torch.where(kept, x.exp(), 0.0).sum(0))) if one.crossed else total
     terms = _dense_term(one, total, p)
     loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
     if one.form == "both":
@@ -335,14 +342,21 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing, tempering, coupling, comparing = (random.Random(seed) for seed in (0, 2, 3, 31, 4))
+    chance, smoothing, tempering, coupling, comparing, crossing = (random.Random(seed) for seed in (0, 2, 3, 31, 4, 5))
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
         tempered = tempering.choice(("", "", "queries", "both"))
         one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5, tempered=tempered)
         one = dataclasses.replace(one, coupled=coupling.random() < 0.3 and one.form == "triangle")
+        wanted, masked = crossing.random() < 0.3, one.mask in ("positive", "both")
+        crossed = wanted and masked and one.form == "queries" and one.term != "focal"  # of too many terms
+        one = dataclasses.replace(one, crossed=crossed, positives="diagonal" if crossed else one.positives)
         one = _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
-        yield _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
+        yield (
+            one
+            if one.crossed
+            else _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
+        )
 
 
 def _with_threshold(one: Combination, wanted: bool, above: str) -> Combination:
@@ -363,7 +377,8 @@ def _likely(one: Combination) -> Combination:
     tempered = "" if one.form == "triangle" else "queries" if one.tempered and one.hard else one.tempered
     one = dataclasses.replace(one, tempered=tempered)
     if one.form == "queries":
-        return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
+        alone = {"weighted": False, "hard": False} if one.crossed else {}
+        return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives, **alone)
     if one.form == "triangle":
         positives, mask = "own" if one.positives == "diagonal" else "label", "positive" if one.mask else ""
         alone = {"weighted": False, "hard": False, "margin": "", "apart": False} if one.coupled else {}

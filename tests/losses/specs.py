@@ -67,6 +67,13 @@ SMOOTH = {
     "smooth_clip": spec((mean_over_queries(_SMOOTH) + mean_over_keys(_SMOOTH_KEYS)) / 2, "diagonal", "smooth_clip"),
     "smooth_rince": spec(BUILTIN_LOSSES["rince"].formula - mean_over_queries(mean_of_keys(X)) / 5, name="smooth_rince"),
 }
+# A query counts for as much as its key is wrong among all queries, whose own term it has a quarter of.
+_ROW, _COLUMN = logsumexp_over_keys(X, where=1 - is_positive), logsumexp_over_queries(X, where=1 - is_positive)
+_OF_ROW, _OF_COLUMN = _ROW - positive(X), of_positive(_COLUMN) - positive(X)
+BY_COLUMN = spec(
+    mean_over_queries(sigmoid(_OF_COLUMN) * softplus(_OF_ROW) + softplus(_OF_COLUMN) / 4), "diagonal",
+    "weighed_by_column",
+)  # fmt: skip
 # Two log-sum-exps of a query: of the logits and of a multiple of them.
 OF_MULTIPLES = {
     "squared_weights": spec(
@@ -198,6 +205,7 @@ DERIVABLE = {
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 2 * mean_of_keys(X) / 3)
     ),
     "hard_keys": OF_MULTIPLES["hard_keys"],
+    "weighed_by_column": BY_COLUMN,
     "multiples_as_floats": spec(
         mean_over_queries(logsumexp_over_keys(0.7 * X) - logsumexp_over_keys(0.3 * X) - positive(X) / 5)
     ),

@@ -45,6 +45,7 @@ from infcl_gen.losses.language import (
     sigmoid,
     similarity,
     softplus,
+    step,
     sum_over_pairs,
     tanh,
     z,
@@ -132,13 +133,17 @@ def derived(
         r = x.logsumexp(1)
         times = getattr(loss, "MULTIPLE", 1.0)
         r2 = (times * x).logsumexp(1)
-        rest = numbers_of_rows(loss, r, p, z, scale, bias, *x.shape, own, second=r2)
+        c = x.logsumexp(0)
+        rest = numbers_of_rows(loss, r, p, z, scale, bias, *x.shape, own, second=r2, columns=c)
         term, weight, slope, through_z, *parts = loss.of_queries(r, p, **rest)
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
         if hasattr(loss, "MULTIPLE"):
             second = torch.where(r == -torch.inf, 0.0, parts[2])
             g = g + second[:, None] * (times * x - r2[:, None]).exp().nan_to_num(0.0)
+        if loss.HAS_KEYS:
+            of_columns = torch.where(c == -torch.inf, 0.0, parts[2])
+            g = g + of_columns * (x - c).exp().nan_to_num(0.0)
         of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts[:2])
         g = g + mean_share(loss) / x.shape[1]
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
@@ -213,6 +218,7 @@ def test_small_shares_keep_their_digits() -> None:
 
 
 NT_XENT = similarity("query", "query")
+ROW, COLUMN = (each(X, where=1 - is_positive) for each in (logsumexp_over_keys, logsumexp_over_queries))
 OF_OTHERS = logsumexp_over_keys(scale * NT_XENT, where=1 - is_self)
 MARGIN = scale * (z - is_positive / 5)
 NO_MARGIN = (
@@ -558,7 +564,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "the positive of the positive": (
         spec(mean_over_queries(OF_OTHERS - of_positive(positive(scale * NT_XENT)))),
-        "of_positive is of logsumexp_over_keys alone",
+        "of_positive is of a log-sum-exp alone",
     ),
     "the margin of a partner": (
         spec(
@@ -567,6 +573,57 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
             )
         ),
         "a logit with is_positive has no kernel yet in of_positive",
+    ),
+    "columns of labels": (
+        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN)) - positive(X))),
+        "each query has a key of its own: write positives='diagonal'",
+    ),
+    "columns of several positives": (
+        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN)) - mean_over_positives(X)), "id"),
+        "where a query has several positives: write positives='diagonal', or the sums of rows alone, as infonce_in",
+    ),
+    "columns beside both sides": (
+        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN))) + CLIP.formula, "diagonal"),
+        "of_positive has no kernel yet beside mean_over_keys",
+    ),
+    "columns with positives": (
+        spec(
+            mean_over_queries(softplus(logsumexp_over_keys(X) - of_positive(logsumexp_over_queries(X))) - positive(X)),
+            "diagonal",
+        ),
+        "kernels where sums leave positives out: write where=1 - is_positive in both",
+    ),
+    "columns alone": (
+        spec(mean_over_queries(of_positive(COLUMN) - positive(X)), "diagonal"),
+        r"has no kernel without a log-sum-exp over keys: exchange queries and keys",
+    ),
+    "columns with a state": (
+        spec(mean_over_queries(ROW + of_positive(COLUMN) - next_state(positive(X))), "diagonal"),
+        "next_state has no kernel yet beside of_positive",
+    ),
+    "columns of two logits": (
+        spec(
+            mean_over_queries(softplus(logsumexp_over_keys(2 * X, where=1 - is_positive) - ROW) * of_positive(COLUMN)),
+            "diagonal",
+        ),
+        "of_positive has no kernel yet beside two log-sum-exps",
+    ),
+    "the margin of a column": (
+        spec(mean_over_queries(ROW - of_positive(logsumexp_over_queries(scale * (z - is_positive / 5)))), "diagonal"),
+        "a logit with is_positive has no kernel in of_positive: write where=1 - is_positive",
+    ),
+    "a threshold beside columns": (
+        spec(
+            mean_over_queries(
+                logsumexp_over_keys(X, where=(1 - is_positive) * (1 - step(z - positive(z)))) + of_positive(COLUMN)
+            ),
+            "diagonal",
+        ),
+        "a threshold has no kernel yet beside of_positive",
+    ),
+    "a number of all positives and columns": (
+        spec(mean_over_queries(ROW - of_positive(COLUMN) * logsumexp_over_all_positives(positive(X))), "diagonal"),
+        "logsumexp_over_all_positives has no kernel yet beside of_positive: write one of the two",
     ),
     "four_blocks": (
         spec(
@@ -591,7 +648,7 @@ def test_the_language_carries_the_roadmap(name: str) -> None:
     assert isinstance(error.value, InputError)
     said = str(error.value).removeprefix("loss mine: ")
     assert "\n" not in said and ": " in said and len(said.split()) <= 40, said
-    if z in loss.formula.free_symbols:
+    if z in loss.formula.free_symbols and not loss.formula.has(of_positive):
         assert loss.formula.diff(z) != 0
 
 

@@ -55,6 +55,10 @@ def dense_loss(
     `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key, are multiplied by
     numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
     infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
+    "mil_nce" is the objective of arXiv 1912.06430 with one candidate of each clip: its pair, and its negatives, which
+    are the other captions of its clip and the other clips of its caption. "weighed_by_column" weighs log(1 +
+    e^(r - p)), r of a query's other keys, by the logistic function of c - p, c of its key's other queries, and adds a
+    quarter of log(1 + e^(c - p)).
     "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of
     sentence-transformers.
     """
@@ -84,6 +88,22 @@ def dense_loss(
             counts = similar <= similar[place]  # of which the positive is one
             terms.append((scale * (k[counts] @ query)).logsumexp(0) - scale * (k[place] @ query))
         return torch.stack(terms).mean()
+    if name == "mil_nce":
+        terms = []
+        for place in range(len(q)):
+            others = [each for each in range(len(q)) if each != place]
+            of_clip, of_caption = scale * (k[others] @ q[place]) + bias, scale * (q[others] @ k[place]) + bias
+            pair = scale * (q[place] @ k[place])[None] + bias
+            terms.append(torch.cat((pair, of_clip, of_caption)).logsumexp(0) - pair[0])
+        return torch.stack(terms).mean()
+    if name == "weighed_by_column":
+        x = scale * (q @ k.T) + bias
+        of_row, of_column = (
+            [torch.log1p((torch.cat((line[:i], line[i + 1 :])) - line[i]).exp().sum()) for i, line in enumerate(each)]
+            for each in (x, x.T)
+        )
+        r, c = torch.stack(of_row), torch.stack(of_column)
+        return (-torch.expm1(-c) * r + c / 4).mean()  # the logistic function of log(e^c - 1)
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias

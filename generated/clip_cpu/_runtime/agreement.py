@@ -170,10 +170,10 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
                 'positives; labels="own" takes the first keys of each rank, in the order of its queries'
             )
     for rank, (rows, own) in enumerate(zip(layout.rows, layout.keys, strict=True)):
-        if package.traits.thresholds and rows != own:
+        if package.traits.own_keys and rows != own:
             raise ValueError(
-                f"{package.loss_name} compares pairs with that of a query and its own key: give each rank as many keys "
-                f"as queries, not {own} and {rows} as rank {rank} has"
+                f"{package.loss_name} takes a query and its own key on one rank: give each rank as many keys as "
+                f"queries, not {own} and {rows} as rank {rank} has"
             )
         if labelling == "own" and rows > own:
             where = f"rank {rank} has" if ranks > 1 else "there are"

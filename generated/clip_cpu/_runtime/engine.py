@@ -318,7 +318,8 @@ def new_saved(
     elif gradients:
         table, room = package.table.over(ranks), _room(package, ranks)
         if table.transport == "gather":
-            stash, columns = (package.key_count, package.dim), package.key_count
+            stash = package.key_count, package.dim
+            columns = columns if package.traits.crossed else package.key_count
         elif table.keeps:
             stash, columns = (room, package.dim), columns + room
     kept_ids = stash[0] if stash and package.traits.ids and ranks > 1 else 0
@@ -469,7 +470,7 @@ def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:
-    """Sweeps all keys. Returns the statistics of this rank's keys."""
+    """Sweeps all keys. Returns the statistics of this rank's keys, those of `saved` where backward reads these."""
     schedule, call, layout, saved = sweep.package.schedule, sweep.call, sweep.layout, sweep.saved
     scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
     if group is None:
@@ -486,8 +487,8 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
     if not sweep.package.traits.has_keys:
         return None
     finished = trip.home("key statistics")
-    if table.transport == "ring":
-        panel_columns(saved.of_keys, 0, call.k.shape[0]).copy_(finished)
+    if not _kept_of_all(sweep.package, table, saved.stash):  # else `finished` is a part of it
+        finished = panel_columns(saved.of_keys, 0, call.k.shape[0]).copy_(finished)
     return view(finished, sweep.prefixes)
 
 
@@ -717,6 +718,8 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
         kept = {"keys": stash, "key statistics": statistics, "key ids": ids, "guide keys": guides}
         if package.traits.triangle:
             kept = {"keys": stash} | ({"key ids": ids} if package.traits.ids else {})
+        if package.traits.crossed:
+            del kept["key statistics"]  # each rank has those of its own keys
         return Tensors(own, kept, dtypes, functools.partial(_merge_ranks, schedule, sweep.prefixes))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
@@ -724,6 +727,11 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     kept = {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest], "key ids": ids[:largest]}
     kept["guide keys"] = guides[:largest]
     return Tensors(own, kept, dtypes)
+
+
+def _kept_of_all(package: Package, table: Table, stash: Tensor) -> bool:
+    """Whether the statistics of all ranks' keys stay for backward, where forward has them."""
+    return table.transport == "gather" and bool(stash.numel()) and not package.traits.crossed
 
 
 def _merge_ranks(schedule: Any, prefixes: int, parts: Tensor, sums: Tensor) -> None:

@@ -41,7 +41,8 @@ RECEIVED = "received"  # one buffer per sender
 class Travelling:
     """A tensor with `columns` numbers for each key: (keys, columns), or (columns, keys) if it lies `across`.
 
-    One that is there `once` has one row for all keys of a rank.
+    One that is there `once` has one row for all keys of a rank. One that is `renewed` is summed in forward, changed
+    by the rank that has the keys, and sent again for backward.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Travelling:
     backward: str = "absent"
     across: bool = False
     once: bool = False
+    renewed: bool = False
 
     def role(self, phase: str) -> str:
         return self.forward if phase == "forward" else self.backward
@@ -268,12 +270,16 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
 
 
 def _gather_backward(table: Table) -> tuple[Step, ...]:
-    fresh = [item.name for item in table.named("unchanged", "backward") if item.forward == "absent"]
-    if fresh:  # what forward has not sent goes beside the work on the own keys, and nobody sums for others
-        sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _others(table))
-        own = Step(HERE, ALL, ALL, True, sends, copies=tuple(Copy(name, OWN, ALL) for name in fresh))
+    of_all = table.named("unchanged", "backward")
+    fresh = [item.name for item in of_all if item.forward == "absent" or item.renewed]
+    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _others(table))
+    copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, "backward")
+    if fresh and not home:  # what forward has not sent goes beside the work on the own keys
+        own = Step(HERE, ALL, ALL, True, sends, copies=copies)
         return (own, *(Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in _others(table)))
-    steps, home = [Step(_back(to), ALL, ALL) for to in _others(table)], _home(table, "backward")
+    steps = [Step(None, ALL, ALL, False, sends, copies=copies)] * bool(fresh)
+    arrives = len(steps) - 1
+    steps += [Step(_back(to), ALL, ALL, unchanged_from=arrives) for to in _others(table)]
     steps.append(Step(HERE, ALL, ALL, True, home))
     return (*steps, Step(None, sums_from=len(steps) - 1)) if home else tuple(steps)
 

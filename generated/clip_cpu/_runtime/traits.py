@@ -21,10 +21,11 @@ class Traits:
 
     query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"; beside it
                       "logsumexp_of_multiple", where the logits are multiplied by a constant, or
-                      "logsumexp_of_positive", that of the row that is its positive; or of its positives alone,
-                      of which there may be any number, "mean_over_positives" or "logsumexp_over_positives"; with one
-                      of these they are counted, and a query without adds nothing; or "mean_by_guide", its mean by the
-                      softmax of a second similarity, a guide's
+                      "logsumexp_of_positive", that of the row that is its positive, or "logsumexp_of_column", that of
+                      the column of its positive; or of its positives alone, of which there may be any number,
+                      "mean_over_positives" or "logsumexp_over_positives"; with one of these they are counted, and a
+                      query without adds nothing; or "mean_by_guide", its mean by the softmax of a second similarity, a
+                      guide's
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
@@ -155,6 +156,12 @@ class Traits:
         return "logsumexp_of_positive" in self.query_statistics
 
     @property
+    def crossed(self) -> bool:
+        """Whether a query's term has the log-sum-exp over queries of its positive, the key of its index on its rank.
+        Both sums together then make the factor of a key, which is known only once forward has ended."""
+        return "logsumexp_of_column" in self.query_statistics
+
+    @property
     def by_guide(self) -> bool:
         """Whether the similarities of a guide's features weigh the logits of a query."""
         return "mean_by_guide" in self.query_statistics
@@ -168,6 +175,16 @@ class Traits:
     def thresholds(self) -> bool:
         """Whether log-sum-exps leave out pairs above a threshold of their query, which follows from its positive."""
         return "above" in self.classes or "above_by_guide" in self.classes
+
+    @property
+    def own_keys(self) -> bool:
+        """Whether each rank has as many keys as queries: what a query has by its own key is made on its rank."""
+        return self.thresholds or self.crossed
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether the keys that a ring's forward ends with may stay for backward, which needs no more of them."""
+        return not self.at_once and not self.triangle and not self.crossed
 
     @property
     def two_statistics(self) -> bool:
