@@ -197,6 +197,7 @@ def section(spec: LossSpec) -> str:
         "logsumexp": "log-sum-exp of each {}",
         "logsumexp_of_multiple": "log-sum-exp of a multiple of each {}'s logits",
         "logsumexp_of_positive": "log-sum-exp of the positive of each {}",
+        "logsumexp_of_column": "that of the column of each {}'s positive",
         "mean_over_positives": "mean logit of each {}'s positives, and their number",
         "mean_by_guide": "mean logit of each {} by its guide's softmax, and the sum of that",
         "logsumexp_over_positives": "log-sum-exp of each {}'s positives, and their number",

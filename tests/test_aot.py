@@ -99,6 +99,15 @@ def test_kernels_of_partners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dim", [96, 768])
+def test_kernels_of_columns(dim: int, tmp_path: Path) -> None:
+    package = infcl_gen.generate(
+        output=tmp_path / "p", loss="mil_nce", batch_size="64k", dim=dim, device_profile="h200"
+    )
+    kernels = ("forward", "forward_wide", "combine", "gradient")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
+@pytest.mark.parametrize("dim", [96, 768])
 def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss="hard_negative", **how)

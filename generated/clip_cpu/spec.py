@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4dd5bc28841480eb408bb9b7ea68ca7f282b23b879002ed562ae8d56330eeac3",
+    "digest": "59dd8a802fdb54d8885c4b2daa66353f9529751efab7d5c32d227123ca3c5fbe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -183,11 +183,11 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 512, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False, "anew": False},
+                 "across": False, "renewed": False},
                 {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
-                 "backward": "unchanged", "across": True, "anew": False},
+                 "backward": "unchanged", "across": True, "renewed": False},
                 {"name": "key gradients", "columns": 512, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False, "anew": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

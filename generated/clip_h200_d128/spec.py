@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "914815861b19a904f9e3e50fa31333dcbf9b7211f397b9629357c1dd6ef71c84",
+    "digest": "198857b5b3ce6a2e95b3bc95b36137fcc79674d152dbf4ad7ae7e58f4858e92e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -220,11 +220,11 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 128, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False, "anew": False},
+                 "across": False, "renewed": False},
                 {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
-                 "backward": "unchanged", "across": True, "anew": False},
+                 "backward": "unchanged", "across": True, "renewed": False},
                 {"name": "key gradients", "columns": 128, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False, "anew": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "45ec413b251f98da104779a030d5fdea480764fcd7db64c0194322e8695f33a9",
+    "digest": "5d2f0416290a4ce76b638d6a2b6de9e356c541a0e4f1698c8e562cd52ad3431b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -236,11 +236,11 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 768, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False, "anew": False},
+                 "across": False, "renewed": False},
                 {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
-                 "backward": "unchanged", "across": True, "anew": False},
+                 "backward": "unchanged", "across": True, "renewed": False},
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False, "anew": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "232d4db3ac1b85f4c7f785209aa285072ff47079f44692affc2f1640494af588",
+    "digest": "3269a579475e9a0ea3f8297b6aa2daf85d9a8b94c4134f35f16dfb8fcae1a30c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -234,11 +234,11 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 768, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False, "anew": False},
+                 "across": False, "renewed": False},
                 {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
-                 "backward": "unchanged", "across": True, "anew": False},
+                 "backward": "unchanged", "across": True, "renewed": False},
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False, "anew": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

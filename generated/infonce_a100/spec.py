@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "aa0521876ceee11953d2922b0ae9cbf9d1baacbc0d2dadc4afde9ea32de1bdfc",
+    "digest": "f889aa44f7e04468a78b32de84d56b635cb66c73dc6d13a437cda92ee76959f7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -256,9 +256,9 @@ SPEC: dict[str, Any] = {
             "keeps": False,
             "travelling": [
                 {"name": "keys", "columns": 768, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
-                 "across": False, "anew": False},
+                 "across": False, "renewed": False},
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
-                 "backward": "summed", "across": False, "anew": False},
+                 "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
         },

@@ -53,13 +53,18 @@ _R_OF_PARTNER = """\
 partner_sum = tl.load(partner_mantissa + i, mask=i < queries, other=1.0)
 rp = log2_of(tl.load(partner_exponent + i, mask=i < queries, other=0.0), partner_sum) * LN2 + shift"""
 _OF_NO_PARTNER = '\nrp = tl.where(partner_sum == 0.0, float("-inf"), rp)'
-_ABOUT_KEY_SUMS = "key_mantissa    likewise the sum's of the query's positive, the key of its row, over ak_i"
-_SUMS_OF_POSITIVES = """\
-key_reference = tl.load(positive_key_reference + i, mask=i < queries, other=0.0)
-pc = positive_log2(z, slope, key_reference) * LN2 + shift
-sum_of_key = tl.load(key_mantissa + i, mask=i < queries, other=1.0)
-c = log2_of(tl.load(key_exponent + i, mask=i < queries, other=0.0), sum_of_key) * LN2 + shift"""
-_DIVIDED_KEY_SUMS = "tl.store(key_mantissa + i, (sum_of_key / key_slope).to(tl.float32), mask=i < queries)"
+# By name in the template of `combine`: of the column of each query's positive, which is the key of its index.
+_COLUMNS = {
+    "about_columns": "key_mantissa    that of its positive's column over ac_i, likewise",
+    "sums_of_columns": """\
+sum_of_column = tl.load(key_mantissa + i, mask=i < queries, other=1.0)
+cp = log2_of(tl.load(key_exponent + i, mask=i < queries, other=0.0), sum_of_column) * LN2 + shift
+cp = tl.where(sum_of_column == 0.0, float("-inf"), cp)""",
+    "column_of_nothing": "key_weight = tl.where(sum_of_column == 0.0, 0.0, key_weight)",
+    "divided_columns": """\
+sum_of_column = tl.where(sum_of_column == 0.0, float("inf"), sum_of_column / key_weight)
+tl.store(key_mantissa + i, sum_of_column.to(tl.float32), mask=i < queries)""",
+}
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -416,13 +421,13 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
             "positives_of_rows": "positives_of_rows", "positives_from_sums": True, "share_of_positive": _SHARE,
         }  # fmt: skip
     statements = derivation.statements_of_rows(pair_code, "tl.full((VECTOR_ROWS,), {}, tl.float64)", _ROWS_IN_FP64)
-    places = ("vectors + i", "vectors + vectors_stride + i", *(f"vectors + {n} * vectors_stride + i" for n in (2, 3)))
+    places = ("vectors + i", "vectors + vectors_stride + i", "vectors + 2 * vectors_stride + i")
     nothing = {
         "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
         "weight_of_nothing": "weight = tl.where(mantissa == 0.0, 0.0, weight)",
     }
     held, may_be_0 = "(tl.abs(own) > 2.0**-100) & (tl.abs(own) < 2.0**100)", "query_weight" in plan.traits.vectors
-    without, weighted, keys = plan.traits.without_positives, "mantissa / weight", plan.traits.keys_combined
+    without, weighted = plan.traits.without_positives, "mantissa / weight"
     return {
         "combined": True,
         "share_is_held": _NO_WEIGHT[0].format(held) if may_be_0 else held,
@@ -435,6 +440,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "partnered": plan.traits.partnered,
         "about_partner": _ABOUT_PARTNER if plan.traits.partnered else ABSENT,
         "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,
+        **{name: text if plan.traits.crossed else ABSENT for name, text in _COLUMNS.items()},
+        "plus_column": " + key_weight" * plan.traits.crossed,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
         "pooled_numbers": _POOLED_NUMBERS if plan.traits.pooled else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
@@ -448,13 +455,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "y_of_positive": "z.to(tl.float64) * slope" if without else "positive_log2(z, slope, reference)",
         "g_of_positives": "positive_slope + through_z"
         + " + weight * tl.exp(p - r)" * (not without)
-        + " + second_weight * tl.exp(p * MULTIPLE - r2)" * (plan.traits.second and not without)
-        + " + key_slope * tl.exp(pc - c)" * keys,
-        "about_key_sums": _ABOUT_KEY_SUMS if keys else ABSENT,
-        "and_key_reference": ", the second positive_key_reference" * keys,
-        "sums_of_positives": _SUMS_OF_POSITIVES if keys else ABSENT,
-        "plus_key_slope": " + key_slope" * keys,
-        "divided_key_sums": _DIVIDED_KEY_SUMS if keys else ABSENT,
+        + " + second_weight * tl.exp(p * MULTIPLE - r2)" * (plan.traits.second and not without),
     }
 
 

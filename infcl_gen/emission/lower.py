@@ -192,7 +192,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         **_torch_thresholds(traits),
         **_torch_masks(traits, derivation.through_z != 0),
         **_torch_second(traits),
-        **_torch_keys(traits),
+        **_torch_columns(traits),
         "partnered": traits.partnered,
         "noted_partners": "note_partners_(block)" if traits.partnered else ABSENT,
         **(
@@ -224,7 +224,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
-    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "c": "c", "pc": "pc",
+    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "cp": "log(block.keys, rows)",
     "pooled": "pooled[0]", "pooled_slope": "pooled[1]",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
@@ -299,8 +299,7 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "g_of_positives": "slope"
         + " + through_z" * (by_z and traits.affine)
         + " + weight * torch.exp(p - r)" * (not without)
-        + " + second_weight * torch.exp(formulas.MULTIPLE * p - r2)" * (traits.second and not without)
-        + " + key_slope * torch.exp(pc - c)" * traits.keys_combined,
+        + " + second_weight * torch.exp(formulas.MULTIPLE * p - r2)" * (traits.second and not without),
         # An affine logit has one factor; others may have a factor of 0, by which nothing can be divided.
         "kept_through_z": f"positive[{4 + triangle}, rows] = through_z" if apart else ABSENT,
         "positives_by_z": (_BY_Z_OF_BOTH if triangle else _BY_Z) if apart else ABSENT,
@@ -345,26 +344,29 @@ def _torch_second(traits: Traits) -> dict[str, str]:
         + ".masked_fill(nothing, torch.inf)" * traits.without_positives,
     }
     return {name: text if traits.second else ABSENT for name, text in found.items()} | {
-        "and_second_weight": ", second_weight" * traits.second,
+        "and_further_weights": ", second_weight" * traits.second + ", key_weight" * traits.crossed,
         "plus_second": " + second_weight" * traits.second,
     }
 
 
-_SUMS_OF_POSITIVES = """\
-c = log(block.keys, rows)
-pc = positive_logit(positive[0, rows], positive[3, rows], positive[4, rows], scale, bias)"""
+_NOTED_COLUMNS = "part.positive[3, row], part.positive[4, row] = exponent[column], e[row, column]"
+_DIVIDED_COLUMNS = """\
+of_columns = block.keys.mantissa[rows]
+        block.keys.mantissa[rows] = (of_columns / key_weight).masked_fill(of_columns == 0, torch.inf)"""
 
 
-def _torch_keys(traits: Traits) -> dict[str, str]:
-    """What `combine` has of the sum of a query's positive, which is the key of its row."""
+def _torch_columns(traits: Traits) -> dict[str, Any]:
+    """What the sweeps have of sums over queries: positives in them, or weights of their keys."""
     found = {
-        "about_key_sums": "keys.mantissa      likewise the sum's of the query's positive over ak_i",
-        "sums_of_positives": _SUMS_OF_POSITIVES,
-        "divided_key_sums": "block.keys.mantissa[rows] = block.keys.mantissa[rows] / key_slope",
+        "about_columns": "keys.mantissa      that of the column of its positive over ac_i",
+        "column_of_nothing": "key_weight = key_weight.masked_fill(block.keys.mantissa[rows] == 0, 0.0)",
+        "divided_columns": _DIVIDED_COLUMNS,
     }
-    return {name: text if traits.keys_combined else ABSENT for name, text in found.items()} | {
-        "and_key_slope": ", key_slope" * traits.keys_combined,
-        "plus_key_slope": " + key_slope" * traits.keys_combined,
+    return {name: text if traits.crossed else ABSENT for name, text in found.items()} | {
+        "added_columns": "exponent = " * (not traits.crossed) + "add_(part.keys, x2, e, 0)",
+        "noted_columns": ABSENT if traits.crossed else _NOTED_COLUMNS,
+        "sums_of_positives": traits.has_keys and not traits.combined,
+        "plus_column": " + key_weight" * traits.crossed,
     }
 
 

@@ -89,8 +89,9 @@ def _combining(choice: Choice) -> tuple[Kernel, ...]:
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
     second = "second_exponent second_mantissa" * choice.traits.second
     partner = "partner_exponent partner_mantissa" * choice.traits.partnered
-    keys = "key_exponent key_mantissa" * choice.traits.has_keys
-    taken = f"query_exponent query_mantissa {keys} {second} {partner} {positive(choice)} {SCALARS} {vectors}"
+    columns = "key_exponent key_mantissa" * choice.traits.crossed
+    of_positive = f"positive_z positive_row_reference {SCALARS} {vectors}"
+    taken = f"query_exponent query_mantissa {second} {partner} {columns} {of_positive}"
     left = "positive_g scale_parts bias_parts query_terms" + " kept_z" * choice.traits.triangle
     combine = arguments(taken, "pooled_ptr" * bool(choice.traits.pooled), left, "queries all_queries all_keys")
     noted = arguments(f"query_exponent query_mantissa labels first_query {partner} queries")

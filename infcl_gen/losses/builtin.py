@@ -76,6 +76,28 @@ Terms grow as `exp(q * scale)`: fp32 holds them while `scale` is below 170 for f
 The loss may be negative.""",
 )
 
+_pair, _others_of_pair = positive(_x), 1 - is_positive
+_with_row = _pair + softplus(logsumexp_over_keys(_x, where=_others_of_pair) - _pair)
+_column = of_positive(logsumexp_over_queries(_x, where=_others_of_pair))
+
+MIL_NCE = LossSpec(
+    name="mil_nce",
+    formula=mean_over_queries(_with_row + softplus(_column - _with_row) - _pair),
+    positives="diagonal",
+    doc="MIL-NCE with one positive: a pair against all others of its query and of its key, in one softmax.",
+    source="Miech et al., arXiv 1912.06430, for one candidate of each clip, and a mean for the sum over clips",
+    use="""\
+For pairs of clips and their captions, both of which are to be far from all others, in one term for each pair.
+`clip` has a softmax for each direction. Here both share one: its sum is over the pair, its row and its column.
+`scale` is 1 / temperature: 1 in the paper. `bias` changes nothing.
+
+The authors' code adds the pair to both sums, so that it counts twice; here, as in the paper, it counts once.
+The sums of row and column of one pair are brought together once all keys were seen.
+So each rank has as many keys as queries, query i and its own key on one rank.
+Each query has one key: several candidates of a clip are not part of this loss.
+`infonce_in` sums over any number of them, in the numerator and in the rows, but not over columns.""",
+)
+
 _KEPT = logsumexp_over_keys(_x, where=1 - same_id * (1 - is_positive))
 
 GEMINI = LossSpec(
@@ -408,6 +430,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         DISTILL,
         RINCE,
         SOGCLR,
+        MIL_NCE,
         GEMINI,
         GIST,
         CWCL,

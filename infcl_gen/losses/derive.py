@@ -10,14 +10,11 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
+Where query i and key i are a pair, and F has cp_i = c_i, too, dL/dx_ij also has ac_j * exp(x_ij - c_j) with
+ac_j = dF/dcp of query j: the sums of row and column of one index give the factor of a key.
+
 Where rows i and l are a pair, and F has rp_i = r_l, too, a_i = dF/dr + dF/drp of row l: its arguments are those of row
 i, with r and rp exchanged.
-
-Where a key's term G(c, p, own weight) is any other function, too, key i is the positive of query i, and
-
-    dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + ak_j * exp(x_ij - c_j) + b_i * [j = i])
-
-with ak_j = dG/dc at key j, and b_i = dF/dp + dG/dp at query i and key i.
 
 A second log-sum-exp r2_i, of c * x_ij for a constant c, adds a2_i * exp(c * x_ij - r2_i) with a2_i = c * dF/dr2.
 
@@ -65,12 +62,12 @@ from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
 from infcl_gen.losses.printers import (
     Printer,
     c,
+    cp,
     d,
     display,
     m,
     next_state,
     p,
-    pc,
     pooled,
     pooled_slope,
     positive_z,
@@ -91,18 +88,18 @@ LONG_SLOPES = 60  # operations
 
 @dataclass(frozen=True)
 class Derivation:
-    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp, uk, pc (see `printers`).
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp, cp (see `printers`).
 
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
     gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
                      It multiplies the finished sums only, so that dL/dx cannot overflow fp16 by it.
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
-    query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); for any other F and G, whose
-                     factors are a, ak and b, 1, 0 and 0, and 1 for that of keys with terms.
+    query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
+                     factors are a and b.
     mean_share       what multiplies the mean of all logits in L; 0.0 for none.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
     second_weight    a2, of a second log-sum-exp; 0 without one.
-    key_slope        ak of any other G, of key i; 0 without one.
+    key_weight       ac, of the log-sum-exp over queries of a positive; 0 without one.
     vector_slopes    dF/du and dF/dh, those that F has; in place of a state's slope, which is none, the next state.
     through_z        dF/dz of the positive, over `gradient_factor`.
     scale_part, bias_part   of a query in M * dL/dscale and M * dL/dbias, besides multiples of q . dq and of the sum of
@@ -124,7 +121,7 @@ class Derivation:
     mean_share: float
     query_weight: Expr
     second_weight: Expr
-    key_slope: Expr
+    key_weight: Expr
     positive_slope: Expr
     through_z: Expr
     scale_part: Expr
@@ -161,7 +158,8 @@ class Derivation:
 
     @property
     def query_term(self) -> Expr:
-        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2), keys of key_term(c, p), pair terms)."""
+        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2, rp, cp), keys of key_term(c, p), pair
+        terms)."""
         return self.form.query_term
 
     @property
@@ -187,7 +185,7 @@ class Derivation:
     @property
     def has_keys(self) -> bool:
         """Whether the loss has a log-sum-exp over queries for each key."""
-        return bool(self.key_term.has(c))
+        return any(each.side == "key" for each in self.form.statistics)
 
     @functools.cached_property
     def by_number(self) -> dict[Symbol, Expr]:
@@ -197,10 +195,10 @@ class Derivation:
 
     @functools.cached_property
     def slopes_of_query(self) -> tuple[list[tuple[Symbol, Expr]], list[Expr]]:
-        """For people: parts that the slopes of a query's term share, where these are long; then the slopes: a, a2 if
-        there is one, and b of the module docstring, and those of `by_number`."""
-        second = [self.second_weight] * self.form.second
-        slopes = [self.query_weight, *second, self.positive_slope, *self.by_number.values()]
+        """For people: parts that the slopes of a query's term share, where these are long; then the slopes: a, a2 and
+        ac if there are any, and b of the module docstring, and those of `by_number`."""
+        further = [self.second_weight] * self.form.second + [self.key_weight] * self.form.crossed
+        slopes = [self.query_weight, *further, self.positive_slope, *self.by_number.values()]
         if sum(map(sympy.count_ops, slopes)) <= LONG_SLOPES:
             return [], slopes
         shared, reduced = sympy.cse(slopes, map(temporary, itertools.count()))
@@ -210,10 +208,9 @@ class Derivation:
     def of_rows(self) -> tuple[str, ...]:
         """What functions of a query depend on besides r and p, in a fixed order."""
         slopes = (self.positive_slope, self.through_z, self.scale_part, self.bias_part, *self.vector_slopes)
-        expressions = (self.form.row_term, *slopes, *(self.of_pooled or ()))
+        expressions = (self.query_term, *slopes, *(self.of_pooled or ()))
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        of_batch = (scale, bias, language.queries, language.keys)
-        numbers = (positive_z, *of_batch, language.positives_of_query, r2, rp, c, pc)
+        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2, rp, cp)
         known = (*numbers, pooled, pooled_slope, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
 
@@ -261,14 +258,13 @@ class Derivation:
 
     def statements_of_rows(self, printer: Printer, constant: str, names: Mapping[str, str]) -> list[str]:
         """Source text that computes, from `r`, `p` and `of_rows`, the vectors of queries: query_term, weight,
-        positive_slope, through_z, scale_part, bias_part, second_weight and key_slope if there is one, and
-        `slopes_of_vectors`; parts that they share once. The term of a key is part of query_term. A number is printed
-        into `constant`."""
+        positive_slope, through_z, scale_part, bias_part, second_weight and key_weight if there are any, and
+        `slopes_of_vectors`; parts that they share once. A number is printed into `constant`."""
         results: dict[str, Expr] = {
-            "query_term": self.form.row_term, "weight": self.query_weight, "positive_slope": self.positive_slope,
+            "query_term": self.query_term, "weight": self.query_weight, "positive_slope": self.positive_slope,
             "through_z": self.through_z, "scale_part": self.scale_part, "bias_part": self.bias_part,
             **({"second_weight": self.second_weight} if self.form.second else {}),
-            **({"key_slope": self.key_slope} if self.has_keys else {}),
+            **({"key_weight": self.key_weight} if self.form.crossed else {}),
             **self.slopes_of_vectors,
         }  # fmt: skip
         values = [each.xreplace(self._whole) for each in results.values()]
@@ -296,7 +292,7 @@ class Derivation:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         sides = 2 if self.form.domain == "triangle" else 1
         if self.form.combined:
-            of_row = self.query_weight, self.second_weight, self.key_slope, self.positive_slope, self.through_z
+            of_row = self.query_weight, self.second_weight, self.key_weight, self.positive_slope, self.through_z
             return sides * math.fsum(map(_bound, of_row))
         if self.pair_slope is None:
             largest = max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
@@ -367,7 +363,7 @@ class Derivation:
             vectors=tuple(self.form.vectors),
             held=len(self.statements_of_rows(torch_code, "{}", {}))
             + 8
-            + 4 * (self.form.several or self.form.second or self.form.partnered or self.has_keys)
+            + 4 * (self.form.several or self.form.second or self.form.partnered or self.form.crossed)
             if self.form.combined
             else 0,
             affine=self.slope is not None,
@@ -405,8 +401,9 @@ class Derivation:
         if at_once:
             return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
         numbers = 2 * max(1, len(self.prefixes))
-        anew = self.traits.keys_combined
-        statistics = Travelling("key statistics", numbers, "statistics", "summed", "unchanged", across=True, anew=anew)
+        statistics = Travelling(
+            "key statistics", numbers, "statistics", "summed", "unchanged", across=True, renewed=self.form.crossed
+        )
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
         found = (*read, statistics, gradients) if self.has_keys else (*read, gradients)
         queries = Travelling("query sums", dim, "statistics", backward="summed", once=True)
@@ -471,13 +468,13 @@ def _derived(form: Form) -> Derivation:
         shift=shift,
         dlogit_dz=dx_dz / gradient_factor,
         query_share=float(shares[0]),
-        key_share=float(shares[0 if triangle else 1]),
+        key_share=float(shares[0 if triangle or form.crossed else 1]),
         positive_share=float(shares[2]),
         mean_share=float(mean_share),
         query_weight=weight,
         second_weight=form.multiple * _slope_of_query(form, r2),
-        key_slope=_slope_of_query(form, c),
-        positive_slope=of_p + _slope_of_query(form, pc),
+        key_weight=_slope_of_query(form, cp),
+        positive_slope=of_p,
         vector_slopes=tuple(
             form.next_state if keyword == "query_state" else _slope_of_query(form, each)
             for keyword, each in form.vectors.items()
@@ -507,11 +504,11 @@ def _slope_of_query(form: Form, symbol: Symbol) -> Expr:
     """dF by one of its arguments, with what E changes by it; 0 where F is a sum of constant multiples."""
     if not form.combined:
         return Integer(0)
-    found = diff(form.row_term, symbol)
+    found = diff(form.query_term, symbol)
     if form.pooled is not None:
         found += _factor_of_pooled(form) * pooled_slope * diff(sympy.exp(form.pooled - pooled), symbol)
-        found = sympy.factor_terms(found)
-    return _stable(found)
+    factored = form.pooled is not None or form.crossed  # 1 - sigmoid(u) stands in products of several terms
+    return _stable(sympy.factor_terms(found) if factored else found)
 
 
 def _gradient_factor(logit: Expr) -> Expr:
@@ -535,7 +532,7 @@ def _printed(derivation: Derivation) -> list[Expr]:
     """What generated code contains."""
     names = (
         "logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor", "query_weight",
-        "second_weight", "key_slope", "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest",
+        "second_weight", "key_weight", "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest",
         "dbias_factor",
     )  # fmt: skip
     found = [*(getattr(derivation, name) for name in names), *derivation.vector_slopes, *(derivation.of_pooled or ())]
@@ -545,9 +542,10 @@ def _printed(derivation: Derivation) -> list[Expr]:
 
 
 def _stable(slope: Expr) -> Expr:
-    """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits."""
-    falls = sympy.Wild("u")
-    return slope.replace(1 - language.sigmoid(falls), lambda u: language.sigmoid(-u))
+    """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits, and so for its negative."""
+    falls, sigmoid = sympy.Wild("u"), language.sigmoid
+    found = slope.replace(1 - sigmoid(falls), lambda u: sigmoid(-u))
+    return found.replace(sigmoid(falls) - 1, lambda u: -sigmoid(-u))
 
 
 def _bound(expression: Expr) -> float:
@@ -567,7 +565,7 @@ def _bound(expression: Expr) -> float:
 def _shares(form: Form) -> tuple[Expr, Expr, Expr]:
     """The constants of dL/dx_ij: how F and G change with their statistics and with the positive."""
     if form.combined:
-        return Integer(1), Integer(form.key_term != 0), Integer(0)
+        return Integer(1), Integer(0), Integer(0)
     shares = diff(form.query_term, r), diff(form.key_term, c), diff(form.query_term + form.key_term, p)
     refuse(
         (

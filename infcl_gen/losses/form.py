@@ -3,20 +3,20 @@
 With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
-    L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j, v_j) + sum_ij h(x_ij, class of the pair))
+    L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
-p is the logit of the positive, and v are a query's own numbers, or a key's, which a call gives. One of them may be a
-state: F then has a constant in it, the next state, which is a function of the same arguments. Of positives="id" p is a
-statistic, too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a
-query without positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F
-may also depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second
-log-sum-exp, that of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the
-positives of all queries of a function of their logits and similarities. Log-sum-exps of logits may leave pairs out:
-positives, those of one id, and those whose similarity, or a guide's, exceeds their query's threshold, which is affine
-in that of its positive. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is
-that of i != j over z, and its domain a triangle. There F may also depend on s of the row that is the positive: rows are
-then pairs, each the positive of the other. To F and G may be added constants times the mean of a query's logits, m_i,
-and of a key's, d_j. `form_of` reads formulas, and nothing else does.
+p is the logit of the positive, and v are a query's own numbers, which a call gives. One of them may be a state: F then
+has a constant in it, the next state, which is a function of the same arguments. Of positives="id" p is a statistic,
+too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
+positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
+depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
+of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the positives of all
+queries of a function of their logits and similarities. Log-sum-exps of logits may leave pairs out: positives, those of
+one id, and those whose similarity, or a guide's, exceeds their query's threshold, which is affine in that of its
+positive. F may also depend on t of the key that is the positive. Of similarity("query", "query") z_ij = q_i . q_j, and
+a row is no key of its own: the form is that of i != j over z, and its domain a triangle. There F may also depend on s
+of the row that is the positive: rows are then pairs, each the positive of the other. To F and G may be added constants
+times the mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -31,25 +31,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import (
-    c,
-    d,
-    display,
-    h,
-    m,
-    next_state,
-    p,
-    pc,
-    pooled,
-    positive_z,
-    r,
-    r2,
-    rp,
-    state,
-    u,
-    uk,
-    x,
-)
+from infcl_gen.losses.printers import c, cp, d, display, h, m, next_state, p, pooled, positive_z, r, r2, rp, state, u, x
 from infcl_gen.runtime.traits import Domain
 
 ONE = Integer(1)
@@ -143,26 +125,26 @@ class Form:
         return any(each.symbol == rp for each in self.statistics)
 
     @property
+    def crossed(self) -> bool:
+        """Whether F has the log-sum-exp over queries of the key that is the positive."""
+        return any(each.symbol == cp for each in self.statistics)
+
+    @property
     def guided(self) -> bool:
         """Whether p is the mean of a query's logits by the softmax of its guide."""
         return any(each.kind == BY_GUIDE for each in self.statistics)
 
     @functools.cached_property
     def combined(self) -> bool:
-        """Whether F or G is not a sum of constant multiples of its statistic and the positive, or its statistic may be
-        a sum of nothing, or there are any number of positives."""
+        """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
+        of nothing, or there are any number of positives."""
         of_row = "positive" in self.excluded or bool(self.vectors) or self.several
-        return of_row or not _is_linear(self.query_term, r) or not _is_linear(self.key_term, c)
-
-    @property
-    def row_term(self) -> Expr:
-        """F + G of query i and of key i, which is its positive; pc is p in G, where each sum rounds it apart."""
-        return self.query_term + self.key_term.xreplace({p: pc})
+        return of_row or not _is_linear(self.query_term, r)
 
     @property
     def vectors(self) -> dict[str, Symbol]:
-        """The symbols of own numbers in F and G, by the keyword of a call that they follow from."""
-        whole = self.row_term if self.next_state is None else self.row_term + self.next_state + state
+        """The symbols of queries' own numbers in F, by the keyword of a call that they follow from."""
+        whole = self.query_term if self.next_state is None else self.query_term + self.next_state + state
         return {keyword: symbol for keyword, symbol in OWN.items() if whole.has(symbol)}
 
 
@@ -172,7 +154,7 @@ _CLASSES = {is_positive, same_id}
 # Which pairs are above their query's threshold, in masks; and the class of pairs by what is compared with it.
 _IS_ABOVE = Symbol("is_above", real=True)
 _ABOVE = {z: "above", language.guide: "above_by_guide"}
-OWN = {"query_weight": u, "key_weight": uk, "negatives": h, "query_state": state}
+OWN = {"query_weight": u, "negatives": h, "query_state": state}
 SCALES = (language.query_scale, language.key_scale)
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _CONSTANTS = (language.detach, language.next_state)
@@ -185,8 +167,9 @@ _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
-    language.mean_of_queries(x): d, language.query_state: state, language.key_weight: uk,
+    language.mean_of_queries(x): d, language.query_state: state,
     language.of_positive(language.logsumexp_over_keys(x)): rp,
+    language.of_positive(language.logsumexp_over_queries(x)): cp,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -194,6 +177,7 @@ _OUTSIDE = {
     "is_positive": "is_positive stands outside of log-sum-exps: write it in their logit or where=, or write positive",
     "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
     "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
+    "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
     language.guide.name: "guide stands outside of means by it: write mean_by_softmax(x, guide), or it in a weight= "
     "or a where=",
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
@@ -202,6 +186,7 @@ _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()} | {positive_z: la
 _KNOWN = {
     r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c),
     r2: Statistic("query", "logsumexp_of_multiple", r2), rp: Statistic("query", "logsumexp_of_positive", rp),
+    cp: Statistic("query", "logsumexp_of_column", cp),
 }  # fmt: skip
 
 
@@ -240,14 +225,13 @@ def form_of(spec: LossSpec) -> Form:
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     formula = formula.replace(language.mean_of_keys, lambda over, *_: language.mean_of_keys(over))
-    weights = {language.query_weight, language.key_weight}
-    known_outside = {x, positive_z, scale, bias, queries, keys, *weights, language.query_state}
+    known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight, language.query_state}
     if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
     outside = sorted(map(str, formula.free_symbols - known_outside))
     if outside:
         raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
-    of_query = (language.logsumexp_over_negatives(x), language.next_state)
+    of_query = (language.query_weight, language.logsumexp_over_negatives(x), language.next_state)
     own = [display(each) if isinstance(each, Expr) else each.__name__ for each in of_query if formula.has(each)]
     refuse(
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
@@ -260,11 +244,20 @@ def form_of(spec: LossSpec) -> Form:
     query_term, of_all = _with_pooled(spec, query_term, key_term)
     query_term, following = _with_next_state(query_term)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
+    found += (_KNOWN[c],) * query_term.has(cp)
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
     refuse(([each for each in alone if not query_term.has(each)], "a log-sum-exp stands in next_state alone, "
             "where it has no kernel: write it in the term, too"))  # fmt: skip
-    refuse((query_term.has(rp) and not query_term.has(r), "of_positive has no kernel where the row's own log-sum-exp "
-            "is not: write that one, whose mean is the same"))  # fmt: skip
+    refuse(
+        (query_term.has(rp) and not query_term.has(r), "of_positive has no kernel where the row's own log-sum-exp is "
+         "not: write that one, whose mean is the same"),
+        (query_term.has(cp) and not query_term.has(r),
+         "of_positive(logsumexp_over_queries(x)) has no kernel without a log-sum-exp over keys: exchange queries and "
+         "keys, and write logsumexp_over_keys"),
+        (query_term.has(cp) and excluded[:1] != ("positive",),
+         "of_positive(logsumexp_over_queries(x)) has kernels where sums leave positives out: write where=1 - "
+         "is_positive in both log-sum-exps, and positive(x) beside them"),
+    )  # fmt: skip
     if of_positives:
         refuse((key_term != 0, f"positives={spec.positives!r} has no kernel yet beside mean_over_keys: write "
                                "mean_over_queries alone, and call it once for each direction"),
@@ -275,9 +268,9 @@ def form_of(spec: LossSpec) -> Form:
                                        "positives='label'"))  # fmt: skip
         found += (Statistic("query", of_positives, p),)
     refuse(
-        (key_term != 0 and query_term.has(r2),
-         "two log-sum-exps of a query have no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
-         "call it once for each direction"),
+        (key_term != 0 and not _is_linear(query_term, r),
+         f"mean_over_queries({display(query_term.xreplace(_WORD_OF))}) has no kernel yet beside mean_over_keys: write "
+         "it alone, and call it once for each direction"),
         (key_term != 0 and "positive" in excluded,
          "where= that leaves out positives has no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
          "call it once for each direction"),
@@ -345,7 +338,7 @@ def _with_pooled(spec: LossSpec, term: Expr, key_term: Expr) -> tuple[Expr, Expr
          f"{word} has kernels where each query has one positive: write positives='diagonal' or 'label'"),
         (key_term != 0, f"{word} has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it "
                         "once for each direction"),
-        (term.has(rp), f"{word} has no kernel yet beside of_positive: write one of the two"),
+        (term.has(rp, cp), f"{word} has no kernel yet beside of_positive: write one of the two"),
         (foreign or not inside.has(p, positive_z),
          f"{word}({display(inside.xreplace(_WORD_OF))}) is of positives: write an expression of positive(z)"),
     )  # fmt: skip
@@ -374,16 +367,29 @@ def _check_partners(spec: LossSpec, formula: Expr, domain: Domain) -> None:
     if not found:
         return
     inside = [each.args[0] for each in found]
-    other = [display(each) for each in inside if not isinstance(each, language.logsumexp_over_keys)]
-    own = (language.query_weight, language.query_state, language.logsumexp_over_negatives)
+    other = [display(each) for each in inside if not isinstance(each, _SUMS)]
+    own = (language.query_weight, language.next_state, language.logsumexp_over_negatives)
     beside = [display(each) if isinstance(each, Expr) else each.__name__ for each in own if formula.has(each)]
+    of_rows = any(isinstance(each, language.logsumexp_over_keys) for each in inside)
     refuse(
-        (domain != "triangle", "of_positive has kernels for rows in pairs: write similarity('query', 'query') of both "
-                               "sides in one tensor"),
-        (other, f"of_positive is of logsumexp_over_keys alone, not of {''.join(other[:1])}: write it around that"),
+        (other, f"of_positive is of a log-sum-exp alone, not of {''.join(other[:1])}: write it around that"),
+        (of_rows and domain != "triangle",
+         "of_positive(logsumexp_over_keys(x)) has kernels for rows in pairs: write similarity('query', 'query') of "
+         "both sides in one tensor, or logsumexp_over_queries(x) of the positive's column"),
         (any(each.args[0].has(is_positive) for each in inside),
-         "a logit with is_positive has no kernel yet in of_positive: write where=(1 - is_self) * (1 - is_positive)"),
-        (spec.positives != "label", "of_positive needs positives='label': a row of several positives has no partner"),
+         "a logit with is_positive has no kernel yet in of_positive: write where=(1 - is_self) * (1 - is_positive)"
+         if of_rows else "a logit with is_positive has no kernel in of_positive: write where=1 - is_positive"),
+        (of_rows and spec.positives != "label",
+         "of_positive needs positives='label': a row of several positives has no partner"),
+        (not of_rows and spec.positives == "id",
+         "of_positive(logsumexp_over_queries(x)) has no kernel yet where a query has several positives: write "
+         "positives='diagonal', or the sums of rows alone, as infonce_in has them"),
+        (not of_rows and spec.positives != "diagonal",
+         "of_positive(logsumexp_over_queries(x)) has kernels where each query has a key of its own: write "
+         "positives='diagonal'"),
+        (not of_rows and formula.has(language.mean_over_keys),
+         "of_positive has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it once for "
+         "each direction"),
         (beside, f"{''.join(beside[:1])} has no kernel yet beside of_positive: leave one of them out"),
     )  # fmt: skip
 
@@ -583,6 +589,8 @@ def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[
            (domain == "triangle", "a threshold has no kernel yet in a loss of one side: give both sides, and write z"),
            (formula.has(language.mean_over_keys), "a threshold has no kernel yet beside mean_over_keys: write "
             "mean_over_queries alone, and call it once for each direction"),
+           (formula.has(language.of_positive), "a threshold has no kernel yet beside of_positive: leave one of them "
+                                               "out"),
            (spec.positives != "diagonal", f"a threshold has no kernel yet beside positives={spec.positives!r}: write "
                                           "positives='diagonal'"))  # fmt: skip
     (difference,) = steps[0].args
@@ -672,8 +680,9 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
         if term.has(other) or term.has(x):
             words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
             raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
-        weights = ("query_weight", "key_weight")[:: 1 if side == "queries" else -1]
-        refuse((term.has(OWN[weights[1]]), f"{weights[1]} has no value in mean_over_{side}: write {weights[0]}"))
+        if side == "keys" and not _is_linear(term, own):
+            raise LossError(f"mean_over_keys({display(term.xreplace(_WORD_OF))}) is not a sum of constant multiples of "
+                            "its parts: exchange queries and keys, and write mean_over_queries")  # fmt: skip
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
 
 
@@ -710,9 +719,9 @@ def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[st
             )
         total += weight * each.args[0]
     unknown = sorted(map(str, total.free_symbols - {z, scale, bias, *_CLASSES}))
-    of_side = [name for name in ("query_weight", "query_state", "key_weight") if name in unknown]
-    refuse((of_side, f"{''.join(of_side[:1])} has no kernel yet in sum_over_pairs: write it in "
-            f"mean_over_{'keys' if of_side == ['key_weight'] else 'queries'}"))  # fmt: skip
+    of_query = [name for name in ("query_weight", "query_state") if name in unknown]
+    refuse((of_query, f"{''.join(of_query[:1])} has no kernel yet in sum_over_pairs: write it in "
+            "mean_over_queries"))  # fmt: skip
     if unknown:
         raise LossError(f"{', '.join(unknown)} has no kernel yet in sum_over_pairs: write terms of z, scale, bias, "
                         "is_positive and same_id")  # fmt: skip

@@ -17,7 +17,7 @@ changes the terms of other queries, too: `derive` adds them up.
 | `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
 | `logsumexp_over_negatives(x)`        | query         | h_i = log sum_l exp(x) of the query and its own negatives    |
 | `positive(x)`                        | query or key  | x at the positive                                            |
-| `of_positive(r)`                     | query         | the log-sum-exp r of its positive, of rows in pairs          |
+| `of_positive(e)`                     | query         | the log-sum-exp of its positive: c, or r of rows in pairs    |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x, weight=w)`          | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1      |
 | `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
@@ -32,7 +32,7 @@ changes the terms of other queries, too: `derive` adds them up.
 | `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `positives_of_query`                 | query         | the number of a query's positives                            |
-| `query_weight`, `key_weight`         | query, key    | the caller's weights, each in the mean over its side         |
+| `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
 | `query_scale`, `key_scale`           | query, key    | the caller's factors of `z`: 1 / temperature of a sample     |
 | `query_state`                        | query         | the caller's state of the query, without gradient            |
 | `next_state(e)`                      | query         | e without its gradient, which becomes the state              |

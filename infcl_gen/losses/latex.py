@@ -13,19 +13,18 @@ from infcl_gen.losses import language
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, scale, z
-from infcl_gen.losses.printers import c, is_negative, p, pc, positive_z, r, uk, x
+from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "m": "m_i", "d": "d_j", "scale": "s",
-    "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
-    "pooled": "E", "pooled_slope": "S", "uk": "u'_j", "pc": "p_i",
+    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "c_i", "m": "m_i", "d": "d_j",
+    "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
+    "pooled": "E", "pooled_slope": "S",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
-    "key_weight": r"u'_j = \text{the weight of key } j",
     "negatives": r"h_i = \log \sum_l e^{x(q_i \cdot n_{il})}",
 }
 _SCALES = {"query_scale": r"\beta_i", "key_scale": r"\gamma_j"}
@@ -33,8 +32,7 @@ _OF_SCALES = {
     "query_scale": r"q_i \cdot \frac{\partial L}{\partial q_i}, \quad \beta_i = \text{the factor of query } i",
     "key_scale": r"k_j \cdot \frac{\partial L}{\partial k_j}, \quad \gamma_j = \text{the factor of key } j",
 }
-_OF_KEYS = dict.fromkeys((p, pc), Symbol("p_j", real=True))  # key j of a pair is the positive of query j
-_OF_ROWS = {c: Symbol("c_i", real=True), uk: Symbol("u'_i", real=True)}
+_OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
 _BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{il}}}"
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
@@ -105,20 +103,14 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         **pooled_formulas(derivation, _text, *_POOLED),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
-        **slopes_of_rows(
-            derivation,
-            lambda part: _text(part.xreplace(_OF_ROWS)),
-            "a'_i",
-            of_key=lambda part: f"a^k_j = {_text(part.xreplace(_OF_KEYS))}",
-        ),
+        **slopes_of_rows(derivation, _text, "a'_i", r"\alpha_i"),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
         + r", \quad j \ne i" * triangle,
         **gradients,
         "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}{rest[scale]}",
         "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}{rest[bias]}",
         **{
-            f"of_{keyword}": rf"\frac{{\partial L}}{{\partial {_text(symbol)}}} = \frac{{1}}{{M}} "
-            + _factor(slope.xreplace(_OF_KEYS if keyword == "key_weight" else {}))
+            f"of_{keyword}": rf"\frac{{\partial L}}{{\partial {_text(symbol)}}} = \frac{{1}}{{M}} {_factor(slope)}"
             for (keyword, symbol), slope in zip(derivation.form.vectors.items(), derivation.vector_slopes, strict=True)
             if keyword != "query_state"
         },
@@ -244,7 +236,8 @@ def _gradient(derivation: Derivation) -> str:
             if form.guided:
                 at_positives = f"b_i {_BY_GUIDE}"
             second = rf"a'_i {mask}e^{{{_text(form.multiple * x)} - r'_i}} + " * form.second
-            second += rf"a^k_j {mask}e^{{x_{{ij}} - c_j}} + " * derivation.has_keys
+            if form.crossed:
+                second = rf"\alpha_j {mask}e^{{x_{{ij}} - c_j}} + "
             return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {second}{at_positives}{ends} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),

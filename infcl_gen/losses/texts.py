@@ -1,14 +1,17 @@
 """A derived loss as text: formulas for people, and what the templates of loss.py read."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, guide, is_positive, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import (
+    Printer,
     d,
     dense_code,
     dense_code_of_several,
@@ -17,10 +20,12 @@ from infcl_gen.losses.printers import (
     p,
     pooled,
     positive_z,
+    temporary,
     torch_code,
     x,
 )  # fmt: skip
 
+LONGEST_LOSS = 100  # characters of the dense loss in one line
 _OF_BATCH = {scale, bias, queries, keys, pooled}  # alike for all queries
 _NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])", "positives_of_query": "n"}
 _PAIR = {
@@ -38,16 +43,13 @@ _PAIR = {
     "d": "d_j",
     "r2": "r2_i",
     "rp": "rp_i",
+    "cp": "c_i",
     "pooled": "E",
     "pooled_slope": "S",
-    "uk": "uk_j",
-    "pc": "p_i",
     "queries": "M",
     "keys": "N",
     "positives_of_query": "n_i",
 }
-_OF_ROW = _PAIR | {"c": "c_i", "uk": "uk_i"}  # of key i, which is the positive of query i
-_OF_COLUMN = _PAIR | {"p": "p_j", "pc": "p_j"}
 _SCALE_OF = {"query_scale": "query_scale_i", "key_scale": "key_scale_j"}
 _WEIGHT = "\nWEIGHT = {}, {}  # key j has the weight a + b * y_ij in it, for these a and b"
 _THRESHOLD = "\nTHRESHOLD = {}, {}  # of a query: a times the similarity of its positive, plus b, for these a and b"
@@ -124,9 +126,7 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "positive": positive[derivation.spec.positives],
         **pooled_formulas(derivation, lambda part: display(part, _PAIR), "E = log sum_i exp({})", "S = sum_i {}"),
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
-        **slopes_of_rows(
-            derivation, lambda part: display(part, _OF_ROW), of_key=lambda part: f"ak_j = {display(part, _OF_COLUMN)}"
-        ),
+        **slopes_of_rows(derivation, lambda part: display(part, _PAIR)),
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})" + ", j != i" * triangle,
         **gradients,
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
@@ -161,18 +161,18 @@ SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i")
 
 
 def slopes_of_rows(
-    derivation: Derivation, write: Callable[[Expr], str], second: str = "a2_i", *, of_key: Callable[[Expr], str]
+    derivation: Derivation, write: Callable[[Expr], str], second: str = "a2_i", column: str = "ac_i"
 ) -> dict[str, str]:
-    """The slopes of a query's term by name, as equations; `write` gives the text of an expression, and `second` is the
-    letter of that of a second log-sum-exp. `of_key`: the equation of a key's slope."""
+    """The slopes of a query's term by name, as equations; `write` gives the text of an expression, and `second` and
+    `column` are the letters of those of a second log-sum-exp, and of that of the positive's column."""
     if not derivation.form.combined:
         return {}
     shared, slopes = derivation.slopes_of_query
-    names = [("query_weight", "a_i"), *[("second_weight", second)] * derivation.form.second, ("positive_slope", "b_i")]
+    further = [("second_weight", second)] * derivation.form.second + [("key_weight", column)] * derivation.form.crossed
+    names = [("query_weight", "a_i"), *further, ("positive_slope", "b_i")]
     names += map(SLOPES.__getitem__, derivation.by_number)
     found = {f"part_{symbol}": f"{write(symbol)} = {write(part)}" for symbol, part in shared}
-    found |= {name: f"{letter} = {write(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
-    return found | ({"key_slope": of_key(derivation.key_slope)} if derivation.has_keys else {})
+    return found | {name: f"{letter} = {write(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
 
 
 def pooled_formulas(derivation: Derivation, write: Callable[[Expr], str], *of_each: str) -> dict[str, str]:
@@ -189,9 +189,8 @@ def _of_vectors(derivation: Derivation) -> dict[str, str]:
     """The gradients of queries' own numbers, and what those of negatives add to others."""
     found, vectors = {}, derivation.form.vectors.items()
     for (keyword, symbol), slope in zip(vectors, derivation.vector_slopes, strict=True):
-        side, names = ("j", _OF_COLUMN) if keyword == "key_weight" else ("i", _PAIR)
         if keyword != "query_state":
-            found[f"of_{keyword}"] = f"dL/d{symbol}_{side} = 1/M * ({display(slope, names)})"
+            found[f"of_{keyword}"] = f"dL/d{symbol}_i = 1/M * ({display(slope, _PAIR)})"
     if "negatives" in derivation.form.vectors:
         found["of_negatives"] += "; sums over j also have g_il = dL/dh_i * exp(x_il - h_i) of n_il"
     return found
@@ -248,7 +247,6 @@ def _own_statistics(derivation: Derivation) -> dict[str, str]:
     following = derivation.form.next_state
     vectors = {
         "query_weight": "u_i = the weight of query i",
-        "key_weight": "uk_j = the weight of key j",
         "negatives": "h_i = log sum_l exp(x(q_i . n_il))",
         "query_state": "" if following is None else f"next_i = {display(following, _PAIR)}, which replaces state_i",
     }
@@ -300,7 +298,8 @@ def _gradient(derivation: Derivation) -> str:
         second = ""
         if derivation.form.second:
             second = f"a2_i * {mask}exp({display(derivation.form.multiple * x, _PAIR)} - r2_i) + "
-        second += f"ak_j * {mask}exp(x_ij - c_j) + " * derivation.has_keys
+        if derivation.form.crossed:
+            second = f"ac_j * {mask}exp(x_ij - c_j) + "
         return f"a_i * {mask}exp(x_ij - r_i) + {second}{at_positives}" + _of_means(derivation)
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
@@ -378,6 +377,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("rp", form.partnered, "r[labels]"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
+        ("cp", form.crossed, "c"),
         ("p", p in read and not form.several, at_positives.format("x")),
         ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
         ("m", form.formula.has(m), "(x * o).sum(1) / o.sum(1)" if form.weight else "x.mean(1)"),
@@ -385,6 +385,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("positive_z", positive_z in read, at_positives.format("z")),
         ("pooled", of_all, f"torch.logsumexp({of_all}, dim=0)"),
     )
+    shared, loss = _dense_loss(form.formula, dense_code_of_several if several else dense_code)
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
     printed = ("logit", "gradient_factor", "dscale_factor")
     return {
@@ -443,14 +444,23 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "dlogit_dz": torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
         "query_term": torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
         "key_term": torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
-        "reductions": "\n".join(f"{name} = {code}" for name, used, code in reductions if used),
-        "loss": (dense_code_of_several if several else dense_code)(form.formula, _NUMBERS),
+        "reductions": "\n".join([*(f"{name} = {code}" for name, used, code in reductions if used), *shared]),
+        "loss": loss,
     }
 
 
 _PREFIXES = """
 PREFIXES = {}  # columns of the features: L is the sum over them of a weight times the loss above
 PREFIX_WEIGHTS = {}"""
+
+
+def _dense_loss(formula: Expr, printer: Printer) -> tuple[list[str], str]:
+    """Statements of parts that a long formula shares, and the formula after them."""
+    text = printer(formula, _NUMBERS)
+    if len(text) <= LONGEST_LOSS:
+        return [], text
+    shared, (rest,) = sympy.cse([formula], map(temporary, itertools.count()))
+    return [f"{symbol} = {printer(part, _NUMBERS)}" for symbol, part in shared], printer(rest, _NUMBERS)
 
 
 def _dense(derivation: Derivation) -> str:
@@ -507,19 +517,18 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "of_their_logits": "log-sum-exp" if softmax else "mean logit",
         "statistic_of_positives": _STATISTICS_OF_POSITIVES.get(derivation.form.statistics[-1].kind, ""),
         "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle
-        + "\nKEY_SHARE = 1.0  # times the key's" * derivation.has_keys,
-        "softmax_of_keys": "\n#     + key_slope of j * exp(x_ij - c_j)" * derivation.has_keys,
-        "about_key_sums": _ABOUT_KEY_SUMS * derivation.has_keys,
-        "about_key_slope": "\n    key_slope       the derivative by c" * derivation.has_keys,
-        "and_key_slope": ", key_slope" * derivation.has_keys,
+        + "\nKEY_SHARE = 1.0  # times the weight of its column" * derivation.form.crossed,
         "times_multiple": f"\nMULTIPLE = {float(derivation.form.multiple)}  # of the logits in r2"
         * derivation.form.second,
-        "second_softmax": "\n#     + second_weight of i * exp(MULTIPLE * x_ij - r2_i)" * derivation.form.second,
+        "second_softmax": "\n#     + second_weight of i * exp(MULTIPLE * x_ij - r2_i)" * derivation.form.second
+        + "\n#     + key_weight of j * exp(x_ij - c_j)" * derivation.form.crossed,
         "about_second": "\n    second_weight   the derivative by r2, log-sum-exp of MULTIPLE * x, times MULTIPLE"
-        * derivation.form.second,
-        "and_second_weight": ", second_weight" * derivation.form.second,
+        * derivation.form.second
+        + "\n    key_weight      the derivative of `query_term` by cp" * derivation.form.crossed,
+        "and_further_weights": ", second_weight" * derivation.form.second + ", key_weight" * derivation.form.crossed,
         "of_partner": ", and of its positive's by that row's `rp`" * derivation.form.partnered,
-        "about_partner": "\n    rp          r of its positive, whose own positive it is" * derivation.form.partnered,
+        "about_partner": "\n    rp          r of its positive, whose own positive it is" * derivation.form.partnered
+        + "\n    cp          log-sum-exp over queries of its positive" * derivation.form.crossed,
         "row_arguments": _broken(f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}"),
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(
@@ -532,11 +541,6 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "statements_of_rows": "\n".join(derivation.statements_of_rows(torch_code, "torch.full_like(p, {})", {})),
         **_pooled_context(derivation),
     }
-
-
-_ABOUT_KEY_SUMS = """
-    c           log-sum-exp of the logits of its positive, the key of the same index
-    pc          p as it is in that sum"""
 
 
 def _pooled_context(derivation: Derivation) -> dict[str, Any]:
@@ -559,17 +563,14 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py says of queries' own numbers."""
     own = derivation.form.vectors
     weight = "(M,) floating-point, the weight of each query"
-    weight_of_key = "(N,) floating-point, the weight of each key"
     negatives = "(M, H, D) floating-point, H further keys of each query"
     state = "(M,) floating-point, the state of each query, which stays as it is"
     return {
         "vectors": repr(tuple(own)),
         "weights": "query_weight" in own,
-        "weights_of_keys": "key_weight" in own,
         "further_keys": "negatives" in own,
         "state_of_queries": _STATE if "query_state" in own else _NO_STATE,
         "about_weights": f"{weight if 'query_weight' in own else 'must be None'}.",
-        "about_key_weights": f"{weight_of_key if 'key_weight' in own else 'must be None'}.",
         "about_negatives": f"{negatives if 'negatives' in own else 'must be None'}.",
         "about_state": f"{state if 'query_state' in own else 'must be None'}.",
     }

@@ -237,8 +237,10 @@ class Choices:
             raise InputError(f"--set keeps: keys stay for backward, which needs none of them in {name}; valid: off")
         if keeps and traits.triangle:
             raise InputError(f"--set keeps: in {name} rows travel with their statistics in backward; valid: off")
-        never = traits.at_once or traits.triangle
-        rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep) and not (keep and never))
+        if keeps and traits.crossed:
+            raise InputError(f"--set keeps: in {name} keys travel with their factors in backward; valid: off")
+        usable = [keep for keep in (True, False) if keeps in (None, keep) and (traits.keeps_keys or not keep)]
+        rings = tuple(("ring", keep) for keep in usable)
         gathers = () if impossible or keeps is not None else (("gather", False),)
         return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
 

@@ -104,8 +104,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
-    kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward
-    kept_keys = n if v.traits.keys_combined else kept_keys  # or are sent once more
+    of_all = W * n if v.gather else n
+    kept_keys = n if v.traits.crossed else 2 * n if v.keeps else of_all  # statistics stay from forward to backward
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
         BufferTerm(
@@ -119,7 +119,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         terms.append(BufferTerm("stash", both, shape, "kept tiles and the reference of each", "features"))
     if v.strategy == "torch":
         if v.gather and v.traits.has_keys:
-            terms.append(BufferTerm("merged_statistics", forward, (3 * W + 7, Min(G, kept_keys)), "what adds them up"))
+            terms.append(BufferTerm("merged_statistics", forward, (3 * W + 7, Min(G, of_all)), "what adds them up"))
         shape, kind = (
             ((v.traits.held, Min(F, m)), "fp64") if v.traits.combined else ((8, Min(F, Max(m, n))), "statistics")
         )
@@ -419,18 +419,16 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
             add("own", "finish", "home again", 1)
         if KEPT in places and (phase == "backward" if stays else phase == "forward"):
             add("last", phase if stays else "both", "visits last in forward, first in backward", 1)
-        sent = phase == "forward" or item.forward == "absent" or item.anew
+        sent = phase == "forward" or item.forward == "absent" or item.renewed
         if ALL in places and item.role(phase) == "unchanged" and sent:
             kept = phase == "forward" and item.backward == "unchanged"
             add("all", "both" if kept else phase, "of all ranks" + ", from forward to backward" * kept, ranks)
             if table.whole:
                 add("all", "finish", "of all ranks", ranks)
-        if RECEIVED in places and item.anew:
-            why = "of the keys of this rank, from each, then side by side"
-            add("own", phase, "of the keys of all ranks", ranks)
-            add("shared", phase, why, 2 * ranks)
-        elif RECEIVED in places and item.backward == "unchanged":
+        if RECEIVED in places and item.backward == "unchanged":
             add("shared", phase, "of the keys of all ranks, from each", ranks, ranks)
+            if item.renewed:
+                add("all", phase, "their sums", ranks)
         elif RECEIVED in places:
             for when in (phase, "finish"):
                 add("own", when, "of this rank", 1)

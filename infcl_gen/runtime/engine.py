@@ -8,8 +8,7 @@
                 products of them where keys have weights (weighted.py)
     state       `combine` makes the next state of each query, and the operators of ops.py write it where the caller's is
     thresholds  of queries, above which pairs are left out: each phase makes them from the positives, in the same order
-    combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive,
-                and the weight of the key that is its positive; statistics of keys then travel once more in backward
+    combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
     triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
                 (`_of_one_side`); another rank's rows are swept as keys, and nothing is summed for that rank
@@ -319,10 +318,10 @@ def new_saved(
     elif gradients:
         table, room = package.table.over(ranks), _room(package, ranks)
         if table.transport == "gather":
-            stash, columns = (package.key_count, package.dim), package.key_count
+            stash = package.key_count, package.dim
+            columns = columns if package.traits.crossed else package.key_count
         elif table.keeps:
             stash, columns = (room, package.dim), columns + room
-    columns = k.shape[0] if package.traits.keys_combined else columns
     kept_ids = stash[0] if stash and package.traits.ids and ranks > 1 else 0
     guides = stash[0] if stash and package.traits.guide and ranks > 1 else 0
     return Saved(
@@ -471,7 +470,7 @@ def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:
-    """Sweeps all keys. Returns the statistics of this rank's keys."""
+    """Sweeps all keys. Returns the statistics of this rank's keys, those of `saved` where backward reads these."""
     schedule, call, layout, saved = sweep.package.schedule, sweep.call, sweep.layout, sweep.saved
     scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
     if group is None:
@@ -487,10 +486,10 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
         fresh = False
     if not sweep.package.traits.has_keys:
         return None
-    finished, kept = trip.home("key statistics"), panel_columns(saved.of_keys, 0, call.k.shape[0])
-    if table.transport == "ring" or sweep.package.traits.keys_combined:
-        kept.copy_(finished)
-    return view(kept if sweep.package.traits.keys_combined else finished, sweep.prefixes)
+    finished = trip.home("key statistics")
+    if not _kept_of_all(sweep.package, table, saved.stash):  # else `finished` is a part of it
+        finished = panel_columns(saved.of_keys, 0, call.k.shape[0]).copy_(finished)
+    return view(finished, sweep.prefixes)
 
 
 def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
@@ -713,22 +712,26 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
-            stash = k.new_empty((total, package.dim))
-            statistics = statistics.new_empty((2 * _losses(package), total))
+            stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2 * _losses(package), total))
             ids = ids.new_empty((total * package.traits.ids, 1))
             guides = guides.new_empty((total * package.traits.guide, package.dim))
-        kept = {"keys": stash, "key ids": ids, "guide keys": guides}
-        kept |= {} if package.traits.keys_combined else {"key statistics": statistics}
+        kept = {"keys": stash, "key statistics": statistics, "key ids": ids, "guide keys": guides}
         if package.traits.triangle:
             kept = {"keys": stash} | ({"key ids": ids} if package.traits.ids else {})
+        if package.traits.crossed:
+            del kept["key statistics"]  # each rank has those of its own keys
         return Tensors(own, kept, dtypes, functools.partial(_merge_ranks, schedule, sweep.prefixes))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
     largest = max(layout.keys)
-    kept = {"keys": stash[:largest], "key ids": ids[:largest], "guide keys": guides[:largest]}
-    if not package.traits.keys_combined:
-        kept["key statistics"] = statistics[:, keys : keys + largest]
+    kept = {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest], "key ids": ids[:largest]}
+    kept["guide keys"] = guides[:largest]
     return Tensors(own, kept, dtypes)
+
+
+def _kept_of_all(package: Package, table: Table, stash: Tensor) -> bool:
+    """Whether the statistics of all ranks' keys stay for backward, where forward has them."""
+    return table.transport == "gather" and bool(stash.numel()) and not package.traits.crossed
 
 
 def _merge_ranks(schedule: Any, prefixes: int, parts: Tensor, sums: Tensor) -> None:

@@ -414,8 +414,9 @@ class _OfQueries:
     """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
     r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
-    second log-sum-exp `second` and `dsecond` likewise, and of keys, (N, M), `of_column` and `dof_column`; `operand` is
-    w. An error is what a value changes over the intervals of its arguments, and FUNCTION_ROUNDINGS."""
+    second log-sum-exp `second` and `dsecond` likewise, of those over queries `of_columns` and `dof_columns`; `operand`
+    is w. An error is what a value changes over the
+    intervals of its arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
         self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
@@ -448,15 +449,15 @@ class _OfQueries:
         if traits.partnered:
             numbers.append(r[inputs.positives()])
             errors.append(dr[inputs.positives()])
+        if traits.crossed:
+            c, dc, of_columns, dof_columns = self._of_sum(y.T, dx.T)
+            self.of_columns, self.dof_columns = of_columns.T, dof_columns.T
+            numbers.append(c)
+            errors.append(dc)
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
-        if traits.keys_combined:
-            c, dc, self.of_column, self.dof_column = self._of_sum(y.T, dx.T)
-            numbers += [c, p]
-            errors += [dc, dp]
-        for weight in (inputs.query_weight, inputs.key_weight):
-            if weight is not None:
-                numbers.append(weight.to(x.dtype))
-                errors.append(self.v * numbers[-1].abs())
+        if inputs.query_weight is not None:
+            numbers.append(inputs.query_weight.to(x.dtype))
+            errors.append(self.v * numbers[-1].abs())
         if inputs.negatives is not None:
             n = inputs.negatives.to(x.dtype)
             z = torch.einsum("id,ild->il", q, n)
@@ -481,10 +482,9 @@ class _OfQueries:
         def given(signs: Sequence[int], pooled: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Any]:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
             similarity, second = positive_z + signs[1] * dz, own.pop(0) if traits.second else None
-            partners = own.pop(0) if traits.partnered else None
-            of_keys, own = (own[:2], own[2:]) if traits.keys_combined else ([], own)
-            sizes, more = (scale, bias, len(x), x.shape[1]), (count, second, partners, pooled)
-            return r, p, numbers_of_rows(mathematics, r, p, similarity, *sizes, own, *more, of_keys=of_keys)
+            partners, columns = (own.pop(0) if used else None for used in (traits.partnered, traits.crossed))
+            sizes, more = (scale, bias, len(x), x.shape[1]), (count, second, partners, columns)
+            return r, p, numbers_of_rows(mathematics, r, p, similarity, *sizes, own, *more, pooled=pooled)
 
         def at_ends(r: Tensor, p: Tensor, rest: Any) -> Tensor:
             values = mathematics.of_queries(r, p, **rest)
@@ -563,10 +563,10 @@ def _of_combined(
     of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, operand)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
-    second, dsecond = (each[6] if traits.second else torch.zeros_like(weight) for each in (of.values, of.errors))
-    of_key, dof_key = (each[6] if traits.keys_combined else torch.zeros_like(weight) for each in (of.values, of.errors))
+    further = traits.second or traits.crossed  # they have one more weight
+    second, dsecond = (each[6] if further else torch.zeros_like(weight) for each in (of.values, of.errors))
     cancels = torch.finfo(torch.float64).eps * (
-        weight.abs() + second.abs() + of_key.abs() + slope.abs()
+        weight.abs() + second.abs() + slope.abs()
     )  # in the oracle, where autograd adds terms
     dweight, dslope = dweight + cancels, dslope + cancels
     smooth = weight[:, None] * of.probability
@@ -576,10 +576,9 @@ def _of_combined(
         smooth = smooth + second[:, None] * of.second
         dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
         dg += (dsecond + cancels)[:, None] * of.second
-    if traits.keys_combined:
-        smooth = smooth + (of_key[:, None] * of.of_column).T
-        dg += (of_key.abs()[:, None] * (of.dof_column + statistics.smallest_normal)).T
-        dg += ((dof_key + cancels)[:, None] * of.of_column).T
+    if traits.crossed:
+        smooth = smooth + second * of.of_columns
+        dg += second.abs() * (of.dof_columns + statistics.smallest_normal) + (dsecond + cancels) * of.of_columns
     g = smooth + slope[:, None] * of.positive
     if traits.by_guide:  # all pairs round alike
         smooth = g

@@ -22,8 +22,8 @@ SLICE_ROWS = 2048
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
     for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
-    (M,), key_weight (N,), negatives (M, H, D), query_state (M,), query_scale (M,) and key_scale (N,) for losses with
-    them; guide_queries (M, D) and guide_keys (N, D) for losses with a guide."""
+    (M,), negatives (M, H, D), query_state (M,), query_scale (M,) and key_scale (N,) for losses with them; guide_queries
+    (M, D) and guide_keys (N, D) for losses with a guide."""
 
     q: Tensor
     k: Tensor | None
@@ -33,7 +33,6 @@ class Inputs(NamedTuple):
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     query_weight: Tensor | None = None
-    key_weight: Tensor | None = None
     negatives: Tensor | None = None
     query_state: Tensor | None = None
     query_scale: Tensor | None = None
@@ -53,7 +52,7 @@ class Inputs(NamedTuple):
         of_queries = (
             "q", "labels", "query_ids", "query_weight", "negatives", "query_state", "query_scale", "guide_queries",
         )  # fmt: skip
-        of_keys = ("k", "key_ids", "key_weight", "key_scale", "guide_keys")
+        of_keys = ("k", "key_ids", "key_scale", "guide_keys")
         sides = {name: rows for name in of_queries} | {name: keys for name in of_keys}
         return self._replace(**{
             name: x[side] for name, side in sides.items() if (x := getattr(self, name)) is not None
@@ -68,10 +67,9 @@ class Inputs(NamedTuple):
     def vectors(
         self, mathematics: Any, q: Tensor, scale: Tensor, bias: Tensor, products: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, that of its
-        positive, the log-sum-exp of its own negatives, whose products with q are of another dtype, if given, and its
-        state."""
-        found = [x.to(scale.dtype) for x in (self.query_weight, self.key_weight) if x is not None]
+        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, the
+        log-sum-exp of its own negatives, whose products with q are of another dtype, if given, and its state."""
+        found = [] if self.query_weight is None else [self.query_weight.to(scale.dtype)]
         if self.negatives is not None:
             dtype = products or scale.dtype
             z = torch.einsum("id,ild->il", q.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
@@ -252,7 +250,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
         second = torch.cat(of_multiple[0]) if of_multiple else None
-        more = None, second, r[labels] if "rp" in mathematics.OF_ROWS else None, None, (c, p)
+        more = None, second, r[labels] if "rp" in mathematics.OF_ROWS else None, c
         rest = numbers_of_rows(mathematics, r, p, at_positive_z, factor, bias, len(q), len(others), own, *more)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()
@@ -285,13 +283,13 @@ def numbers_of_rows(
     positives: Tensor | None = None,
     second: Tensor | None = None,
     partners: Tensor | None = None,
+    columns: Tensor | None = None,
     pooled: Sequence[Tensor] | None = None,
-    of_keys: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
     """What a loss.py's `of_queries` takes besides `r` and `p`. `own`: `Inputs.vectors`. `positives`: their numbers.
-    `second`: the log-sum-exps of a multiple of the logits. `partners`: the log-sum-exps of positives. `pooled`: what
-    all queries have in common; made from the others if it is not given. `of_keys`: the log-sum-exps of positives' own
-    rows of logits, and p as it is in these."""
+    `second`: the log-sum-exps of a multiple of the logits. `partners`: the log-sum-exps of positives.
+    `columns`: those of their columns. `pooled`: what all queries have in common; made from the others if it is not
+    given."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
     if positives is not None:
@@ -300,8 +298,9 @@ def numbers_of_rows(
         found["r2"] = second
     if partners is not None:
         found["rp"] = partners
+    if columns is not None:
+        found["cp"] = columns
     names = mathematics.OF_ROWS
-    found |= zip(("c", "pc"), of_keys, strict=False)
     found |= zip(names[len(names) - len(own) :], own, strict=True)
     if hasattr(mathematics, "of_all_positives"):
         found |= zip(("pooled", "pooled_slope"), pooled or pooled_numbers(mathematics, r, p, found), strict=True)

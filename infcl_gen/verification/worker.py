@@ -127,7 +127,7 @@ def shards(case: Case, traits: Traits, world_size: int) -> tuple[list[slice], li
         return [slice(*pair) for pair in itertools.pairwise([0, *inner, total])]
 
     rows = cut(case.queries)
-    alike = traits.thresholds or (traits.paired and case.seed % 3)
+    alike = traits.own_keys or (traits.paired and case.seed % 3)
     return rows, rows if alike else cut(case.keys)
 
 

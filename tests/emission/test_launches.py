@@ -24,6 +24,7 @@ PROBLEMS = {
     "two sums": {"loss": f"{LOSSES}:hard_keys"},
     "two sums of a triangle": {"loss": "hard_negative"},
     "sums of partners": {"loss": "four_block"},
+    "sums of columns": {"loss": "mil_nce"},
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
     "guide": {"loss": "distill"},

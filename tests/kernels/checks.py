@@ -580,12 +580,12 @@ def rows_without_partners(made: Made, device: str = "cpu") -> None:
 
 def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu") -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
-    order, unless thresholds need a query's own key: the gate holds, nothing outside a buffer is overwritten, and
+    order, unless each rank needs its queries' own keys: the gate holds, nothing outside a buffer is overwritten, and
     gradients have one scratch for all hops."""
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
-    kept = keeps and not gathers and not inner.traits.at_once and not inner.traits.triangle
+    kept = keeps and not gathers and inner.traits.keeps_keys
     whole = inner.table.whole
     table = Table("gather" if gathers else "ring", 1, world, kept, inner.table.travelling, whole)
     batches = []
@@ -597,7 +597,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
             batches[-1] = batches[-1]._replace(labels=labels)
 
     def sides(shards: list[int]) -> tuple[list[int], list[int]]:
-        return shards, shards if inner.traits.beside else shards[::-1]
+        return shards, shards if inner.traits.own_keys else shards[::-1]
 
     def job(rank: int) -> list[list[Tensor]]:
         found = []

@@ -6,13 +6,13 @@ from infcl_gen.losses import CLIP, INFONCE
 from tests.losses.combinations import COMBINATIONS, spec_of
 from tests.losses.specs import (
     BY_ALL,
+    BY_COLUMN,
     BY_PARTNER,
     DERIVABLE,
     NEAR_AND_IDS,
     OF_MULTIPLES,
     OF_ROWS,
     RATE,
-    SIDES,
     SMOOTH,
     spec,
 )
@@ -23,7 +23,8 @@ margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
 angular = spec(DERIVABLE["angular_margin"].formula, "label", "angular")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
-rate, weighed_by_all, weighed_by_partner, near_and_ids, weighed_sides = RATE, BY_ALL, BY_PARTNER, NEAR_AND_IDS, SIDES
+rate, weighed_by_all, weighed_by_partner, weighed_by_column = RATE, BY_ALL, BY_PARTNER, BY_COLUMN
+near_and_ids = NEAR_AND_IDS
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()
 squared_weights, hard_keys = OF_MULTIPLES.values()
 smooth, smooth_clip, smooth_rince = SMOOTH.values()

@@ -64,6 +64,7 @@ BY_ALL, BY_ALL_OF_A_RING = (
 MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
 TWO_SUMS, TWO_SUMS_OF_ROWS = Made("panel", "hard_keys"), Made("panel", "hard_negative")
 PARTNERS, PARTNERS_APART = Made("panel", "four_block"), Made("panel", "weighed_by_partner")
+COLUMNS, COLUMNS_APART = Made("panel", "mil_nce"), Made("panel", "weighed_by_column")
 TWO_SUMS_OF_A_RING = Made("panel", "hard_negative", devices=4, settings=(("transport", "ring"),))
 MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
@@ -932,8 +933,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "_runtime/table.py",
-                "ALL, ALL, True, unchanged_from=0) for to in _others(table)))\n    steps = [",
-                "ALL, ALL, True) for to in _others(table)))\n    steps = [",
+                "ALL, ALL, True, unchanged_from=0) for to in _others(table)))\n    steps, home",
+                "ALL, ALL, True) for to in _others(table)))\n    steps, home",
             ),
         ),
         checks.over_ranks,
@@ -1254,6 +1255,33 @@ BUGS: dict[str, Bug] = {
             ),
         ),
         checks.rows_without_partners,
+    ),
+    "the sum of a column is that of the row": Bug(
+        COLUMNS,
+        (("kernels.py", "sum_of_column = tl.load(key_mantissa + i", "sum_of_column = tl.load(query_mantissa + i"),),
+        checks.numerics,
+        (case(),),
+    ),
+    "a column has the exponent of the row": Bug(
+        COLUMNS, (("kernels.py", "tl.load(key_exponent + i", "tl.load(query_exponent + i"),), checks.numerics, (case(),)
+    ),
+    "a column has the weight of its row": Bug(
+        COLUMNS_APART,
+        (("kernels.py", "sum_of_column / key_weight)", "sum_of_column / weight)"),),
+        checks.numerics,
+        (case(),),
+    ),
+    "columns keep their sums": Bug(
+        COLUMNS,
+        (("kernels.py", "tl.store(key_mantissa + i, sum_of_column", "tl.store(key_mantissa + i, mantissa"),),
+        checks.numerics,
+        (case(),),
+    ),
+    "positives are in the sums of columns": Bug(
+        COLUMNS,
+        (("kernels.py", "p = tl.where(left_out, 0.0, p)", "row_p = tl.where(left_out, 0.0, p)"),),
+        checks.numerics,
+        (case(),),
     ),
     "columns have no weights": Bug(
         ROOTS_OF_ROWS,

@@ -27,6 +27,8 @@ PACKAGES = {
     "combined triangle, fp32": Made("panel", "dcl", "fp32", dim=8),
     "two sums of a triangle": Made("panel", "hard_negative"),
     "sums of partners": Made("panel", "weighed_by_partner"),
+    "sums of columns": Made("panel", "weighed_by_column"),
+    "sums of columns, fp32": Made("panel", "mil_nce", "fp32", dim=8),
     "two sums, pointers": Made("panel", "hard_keys", settings=(("descriptors", "off"),)),
     "two sums, fp32": Made("panel", "squared_weights", "fp32", dim=8),
     "several of a triangle": Made("panel", "supcon_in"),
@@ -62,7 +64,7 @@ def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> N
     "name",
     [
         *("panel", "fused", "stash", "triangle", "combined triangle", "several of a triangle", "several, pointers"),
-        *("two sums of a triangle", "two sums, pointers", "guide"),
+        *("two sums of a triangle", "two sums, pointers", "guide", "sums of columns"),
     ],
 )
 def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> None:
@@ -72,5 +74,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 def test_the_cpu_target() -> None:
     losses = ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out", "distill")
-    for loss in (*losses, "four_block", "gist"):
+    for loss in (*losses, "four_block", "gist", "mil_nce"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in (range(1, 131) if LONG else EDGES)])

@@ -20,7 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
-    "sogclr", "dclw", "weighed_by_all", "weighed_sides",
+    "sogclr", "dclw", "weighed_by_all",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -62,7 +62,7 @@ CASES = st.builds(
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
         *((strategy, "cwcl") for strategy in ("panel", "rows")),
-        *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_sides")),
+        *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_by_column")),
     ],
 )
 @examples(ci=6, long=300)
@@ -152,13 +152,13 @@ RANKS = [
     ("panel", "sogclr", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
     ("panel", "dclw", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("panel", "weighed_by_all", "fp32", "gather"),
-    ("panel", "weighed_sides", "bf16", "ring"), ("panel", "weighed_sides", "fp32", "gather"),
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
     ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
     ("panel", "gist", "bf16", "ring"), ("panel", "gist", "fp32", "gather"),
+    ("panel", "mil_nce", "bf16", "ring"), ("panel", "weighed_by_column", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
     ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
     ("rows", "smooth", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
@@ -231,7 +231,7 @@ SELFTESTS = [
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
     ("panel", "four_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
-    ("panel", "distill", "bf16"), ("panel", "gist", "bf16"),
+    ("panel", "distill", "bf16"), ("panel", "gist", "bf16"), ("panel", "mil_nce", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),
 ]  # fmt: skip

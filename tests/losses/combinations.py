@@ -25,7 +25,6 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
-    key_weight,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
@@ -91,6 +90,7 @@ class Combination:
     smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
     tempered     similarities are multiplied by a number of each query, or of each key, too; drawn apart, too
     coupled      of a triangle: the total is that of both rows of a pair; drawn apart, too
+    crossed      of sums without positives: the total is that of the query and of its key; drawn apart, too
     above        pairs above a threshold are left out, too, by their own similarities or a guide's; drawn apart, too
     """
 
@@ -112,6 +112,7 @@ class Combination:
     tempered: str = ""
     coupled: bool = False
     above: str = ""
+    crossed: bool = False
 
     @property
     def ids(self) -> bool:
@@ -146,10 +147,12 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         total = further + softplus(total - further)  # also where nothing is in the sum of keys
     if one.coupled:
         total = of_positive(total) + softplus(total - of_positive(total))
+    if one.crossed:
+        column = of_positive(logsumexp_over_queries(other, *_where(one, found)))
+        total = column + softplus(total - column)
     formula = mean_over_queries((query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive))
     if one.form == "both":
-        of_key = _TERMS[one.term](logsumexp_over_queries(other, *_where(one, found)), at_positive)
-        of_keys = mean_over_keys((key_weight if one.weighted else 1) * of_key)
+        of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one, found)) - at_positive)
         formula = formula / 2 + sympy.Rational(SHARE_OF_KEYS) * of_keys
     if one.smoothed:
         share = sympy.Rational(SMOOTHING) / (2 if one.form == "both" else 1)
@@ -219,14 +222,15 @@ def refusals(one: Combination) -> list[str]:
         "positives='id'": one.positives == "id" and of_keys,
         "positives='diagonal'": both and one.positives != "diagonal",
         "needs positives='label'": triangle and one.positives not in ("label", "own"),
-        "beside mean_over_keys": both and (one.mask in ("positive", "both") or one.margin),
+        "beside mean_over_keys": both and (one.term != "plain" or one.mask in ("positive", "both") or one.margin),
         "where=1 - is_self": triangle and one.mask in ("same_id", "both"),
         "kernels for logits affine in z": one.smoothed and one.capped,
         "give both sides": (one.smoothed or one.tempered) and triangle,
         "multiply the features of keys": one.tempered == "both" and one.hard,
-        "query_weight": pairs and one.weighted,
+        "query_weight": (both or pairs) and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
-        "of_positive": one.coupled and (one.weighted or one.hard or one.margin),
+        "of_positive": (one.coupled and (one.weighted or one.hard or one.margin))
+        or (one.crossed and (one.weighted or one.hard)),
     }
     if any(reasons.values()):
         reasons["at most 1000 parts"] = one.term == "focal"
@@ -262,12 +266,11 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     p = x[is_own]
     total = _log(torch.where(kept, x.exp(), 0.0).sum(1) + further.exp().sum(1))
     total = torch.logaddexp(total, total[is_own.int().argmax(1)]) if one.coupled else total
+    total = torch.logaddexp(total, _log(torch.where(kept, x.exp(), 0.0).sum(0))) if one.crossed else total
     terms = _dense_term(one, total, p)
     loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
     if one.form == "both":
-        of_keys = _dense_term(one, _log(torch.where(kept, x.exp(), 0.0).sum(0)), p)
-        of_keys = of_keys if given.key_weight is None else given.key_weight.to(number) * of_keys
-        loss = loss / 2 + SHARE_OF_KEYS * of_keys.mean()
+        loss = loss / 2 + SHARE_OF_KEYS * (_log(torch.where(kept, x.exp(), 0.0).sum(0)) - p).mean()
     return loss - smoothing
 
 
@@ -339,14 +342,21 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing, tempering, coupling, comparing = (random.Random(seed) for seed in (0, 2, 3, 31, 4))
+    chance, smoothing, tempering, coupling, comparing, crossing = (random.Random(seed) for seed in (0, 2, 3, 31, 4, 5))
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
         tempered = tempering.choice(("", "", "queries", "both"))
         one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5, tempered=tempered)
         one = dataclasses.replace(one, coupled=coupling.random() < 0.3 and one.form == "triangle")
+        wanted, masked = crossing.random() < 0.3, one.mask in ("positive", "both")
+        crossed = wanted and masked and one.form == "queries" and one.term != "focal"  # of too many terms
+        one = dataclasses.replace(one, crossed=crossed, positives="diagonal" if crossed else one.positives)
         one = _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
-        yield _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
+        yield (
+            one
+            if one.crossed
+            else _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
+        )
 
 
 def _with_threshold(one: Combination, wanted: bool, above: str) -> Combination:
@@ -367,15 +377,16 @@ def _likely(one: Combination) -> Combination:
     tempered = "" if one.form == "triangle" else "queries" if one.tempered and one.hard else one.tempered
     one = dataclasses.replace(one, tempered=tempered)
     if one.form == "queries":
-        return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
+        alone = {"weighted": False, "hard": False} if one.crossed else {}
+        return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives, **alone)
     if one.form == "triangle":
         positives, mask = "own" if one.positives == "diagonal" else "label", "positive" if one.mask else ""
         alone = {"weighted": False, "hard": False, "margin": "", "apart": False} if one.coupled else {}
         return dataclasses.replace(one, positives=positives, mask=mask, **alone)
-    one = dataclasses.replace(one, margin="", hard=False)
+    one = dataclasses.replace(one, margin="", weighted=False, hard=False)
     if one.form == "pairs":
-        return dataclasses.replace(one, weighted=False)
-    return dataclasses.replace(one, positives="diagonal", mask="same_id" if one.mask else "")
+        return one
+    return dataclasses.replace(one, term="plain", positives="diagonal", mask="same_id" if one.mask else "")
 
 
 def _plain(one: Combination) -> Combination:
@@ -446,7 +457,7 @@ def batch(
     q, k = features(count), None if one.form == "triangle" else features(others)
     if one.margin == "angular":
         assert k is not None and float((q @ k.T).abs().max()) < 0.9999, "the angle is near that of a tie"
-    labels = query_ids = key_ids = weight = key_weight = negatives = None
+    labels = query_ids = key_ids = weight = negatives = None
     if one.coupled and one.positives == "label":
         labels = torch.arange(count) ^ 1  # on its rank
     elif one.form == "triangle" and one.positives == "label":
@@ -464,16 +475,13 @@ def batch(
     if one.weighted:
         weight = torch.randn(count, generator=generator, dtype=torch.float32).double()
         weight[::7] = 0.0
-    if one.weighted and one.form == "both":
-        key_weight = torch.randn(others, generator=generator, dtype=torch.float32).double()
-        key_weight[1::6] = 0.0
     if one.hard:
         negatives = features(count, 1 + seed % 3)
     guides = _guides(one, q, k, generator, features, dtype) if one.above else {}
     scale_of = {"factor": SHARP, "logarithm": math.log(SHARP), "reciprocal": 1 / SHARP}
     of_queries, of_keys = (0.5 + torch.rand(n, generator=generator).double() / 2 for n in (count, others))
     return Inputs(
-        q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, key_weight, negatives,
+        q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives,
         query_scale=of_queries if one.tempered else None, key_scale=of_keys if one.tempered == "both" else None,
         **guides,
     )  # fmt: skip
@@ -499,7 +507,7 @@ def placed(given: Inputs, device: str, features: torch.dtype = torch.float64) ->
     return Inputs(*(x.to(device) if isinstance(x, Tensor) else x for x in found))
 
 
-NUMBERS = ("query_weight", "key_weight", "negatives", "query_scale", "key_scale")
+NUMBERS = ("query_weight", "negatives", "query_scale", "key_scale")
 NAMES = ("loss", "dq", "dk", "dscale", "dbias", *(f"of {name}" for name in NUMBERS))
 
 

@@ -13,7 +13,6 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
-    key_weight,
     keys,
     log,
     logsumexp_over_all_positives,
@@ -68,6 +67,13 @@ SMOOTH = {
     "smooth_clip": spec((mean_over_queries(_SMOOTH) + mean_over_keys(_SMOOTH_KEYS)) / 2, "diagonal", "smooth_clip"),
     "smooth_rince": spec(BUILTIN_LOSSES["rince"].formula - mean_over_queries(mean_of_keys(X)) / 5, name="smooth_rince"),
 }
+# A query counts for as much as its key is wrong among all queries, whose own term it has a quarter of.
+_ROW, _COLUMN = logsumexp_over_keys(X, where=1 - is_positive), logsumexp_over_queries(X, where=1 - is_positive)
+_OF_ROW, _OF_COLUMN = _ROW - positive(X), of_positive(_COLUMN) - positive(X)
+BY_COLUMN = spec(
+    mean_over_queries(sigmoid(_OF_COLUMN) * softplus(_OF_ROW) + softplus(_OF_COLUMN) / 4), "diagonal",
+    "weighed_by_column",
+)  # fmt: skip
 # Two log-sum-exps of a query: of the logits and of a multiple of them.
 OF_MULTIPLES = {
     "squared_weights": spec(
@@ -108,13 +114,6 @@ _WEIGHT_BY_ALL = 2 - queries * exp(_EACH - logsumexp_over_all_positives(_EACH))
 _TWO_SUMS = logsumexp_over_keys(X) + logsumexp_over_keys(2 * X) / 2 - 2 * positive(X)
 BY_ALL = spec(
     mean_over_queries(logsumexp_over_keys(X) + query_weight * _WEIGHT_BY_ALL * _TWO_SUMS), name="weighed_by_all"
-)
-# A weight for each query and each key, beside terms that are no multiples of their sums.
-SIDES = spec(
-    mean_over_queries(query_weight * (logsumexp_over_keys(X, where=KEPT) - positive(X))) / 2
-    + mean_over_keys(key_weight * softplus(logsumexp_over_queries(X, where=KEPT) - positive(X))) / 3,
-    "diagonal",
-    "weighed_sides",
 )
 _CAPPED_LOGIT = 20 * tanh(scale * z / 20) + bias
 DERIVABLE = {
@@ -180,15 +179,6 @@ DERIVABLE = {
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     "rate": RATE,
     "weighed_by_all": BY_ALL,
-    "weighed_sides": SIDES,
-    "squares_of_both": spec(
-        mean_over_queries(logsumexp_over_keys(X) + positive(X) ** 2)
-        + mean_over_keys(logsumexp_over_queries(X) ** 2 - positive(X) ** 2),
-        "diagonal",
-    ),
-    "weighed_keys_only": spec(
-        mean_over_keys(key_weight * (logsumexp_over_queries(_CAPPED_LOGIT) - positive(_CAPPED_LOGIT + z))), "diagonal"
-    ),
     "pooled_alone": spec(mean_over_queries(logsumexp_over_keys(X) - logsumexp_over_all_positives(positive(X) / 2))),
     "pooled_constant": spec(
         mean_over_queries(logsumexp_over_keys(X) * exp(logsumexp_over_all_positives(detach(positive(z)))) - positive(X))
@@ -215,6 +205,7 @@ DERIVABLE = {
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 2 * mean_of_keys(X) / 3)
     ),
     "hard_keys": OF_MULTIPLES["hard_keys"],
+    "weighed_by_column": BY_COLUMN,
     "multiples_as_floats": spec(
         mean_over_queries(logsumexp_over_keys(0.7 * X) - logsumexp_over_keys(0.3 * X) - positive(X) / 5)
     ),

@@ -45,6 +45,7 @@ from infcl_gen.losses.language import (
     sigmoid,
     similarity,
     softplus,
+    step,
     sum_over_pairs,
     tanh,
     z,
@@ -133,7 +134,7 @@ def derived(
         times = getattr(loss, "MULTIPLE", 1.0)
         r2 = (times * x).logsumexp(1)
         c = x.logsumexp(0)
-        rest = numbers_of_rows(loss, r, p, z, scale, bias, *x.shape, own, second=r2, of_keys=(c, p))
+        rest = numbers_of_rows(loss, r, p, z, scale, bias, *x.shape, own, second=r2, columns=c)
         term, weight, slope, through_z, *parts = loss.of_queries(r, p, **rest)
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
@@ -141,7 +142,8 @@ def derived(
             second = torch.where(r == -torch.inf, 0.0, parts[2])
             g = g + second[:, None] * (times * x - r2[:, None]).exp().nan_to_num(0.0)
         if loss.HAS_KEYS:
-            g = g + parts[2] * (x - c).exp()
+            of_columns = torch.where(c == -torch.inf, 0.0, parts[2])
+            g = g + of_columns * (x - c).exp().nan_to_num(0.0)
         of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts[:2])
         g = g + mean_share(loss) / x.shape[1]
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
@@ -176,8 +178,7 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     if own:
         similarity = q @ k.T
         rest = dense_numbers(loss, similarity, scale, bias)
-        classes = [torch.arange(rows)] * (loss.POSITIVES == "label") + [which] * (which is not None)
-        expected_loss = loss.loss_of_logits(loss.logit(similarity, scale, bias), *classes, *own, **rest)
+        expected_loss = loss.loss_of_logits(loss.logit(similarity, scale, bias), torch.arange(rows), *own, **rest)
     else:
         expected_loss = loss.reference(q, k, scale, bias, **ids)
     expected = torch.autograd.grad(expected_loss, (q, k, scale, bias), allow_unused=True)
@@ -217,6 +218,7 @@ def test_small_shares_keep_their_digits() -> None:
 
 
 NT_XENT = similarity("query", "query")
+ROW, COLUMN = (each(X, where=1 - is_positive) for each in (logsumexp_over_keys, logsumexp_over_queries))
 OF_OTHERS = logsumexp_over_keys(scale * NT_XENT, where=1 - is_self)
 MARGIN = scale * (z - is_positive / 5)
 NO_MARGIN = (
@@ -410,26 +412,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(sum_over_pairs(softplus(X)) / queries + mean_over_queries(mean_of_keys(X))),
         "sum_over_pairs beside mean_of_keys, mean_over_queries has no kernel yet",
     ),
-    "weights of keys in a mean over queries": (
-        spec(mean_over_queries(key_weight * (logsumexp_over_keys(X) - positive(X))), "diagonal"),
-        "key_weight has no value in mean_over_queries: write query_weight",
-    ),
-    "weights of queries in a mean over keys": (
-        spec(mean_over_keys(query_weight * (logsumexp_over_queries(X) - positive(X))), "diagonal"),
-        "query_weight has no value in mean_over_keys: write key_weight",
-    ),
-    "weights of keys in a sum over pairs": (
-        spec(sum_over_pairs(key_weight * softplus(X)) / queries),
-        "key_weight has no kernel yet in sum_over_pairs: write it in mean_over_keys",
-    ),
-    "weights of keys by labels": (
-        spec(mean_over_keys(key_weight * (logsumexp_over_queries(X) - positive(X)))),
-        "logsumexp_over_queries needs positives='diagonal'",
-    ),
-    "weights of the mean of a key's logits": (
-        spec(mean_over_keys(key_weight * (logsumexp_over_queries(X) - mean_of_queries(X))), "diagonal"),
-        r"mean_of_queries\(x\) has kernels only as a constant multiple in a sum",
-    ),
+    "weights of keys": (spec(mean_over_queries(key_weight * (logsumexp_over_keys(X) - positive(X)))), "key_weight"),
     "a temperature of one term": (
         spec(INFONCE_OF(query_scale * scale * z) + INFONCE_OF(scale * z)),
         r"query_scale is a factor of similarities alone: write query_scale \* z wherever z stands; query_weight mul",
@@ -457,6 +440,10 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "a guide in a term": (
         spec(mean_over_queries(guide * (logsumexp_over_keys(X) - positive(X)))),
         "guide stands outside of means by it",
+    ),
+    "weights of both sides": (
+        spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))) + CLIP.formula, "diagonal"),
+        "query_weight has no kernel yet beside mean_over_keys: write",
     ),
     "a state that stays": (
         spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) + query_state)),
@@ -577,7 +564,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "the positive of the positive": (
         spec(mean_over_queries(OF_OTHERS - of_positive(positive(scale * NT_XENT)))),
-        "of_positive is of logsumexp_over_keys alone",
+        "of_positive is of a log-sum-exp alone",
     ),
     "the margin of a partner": (
         spec(
@@ -586,6 +573,57 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
             )
         ),
         "a logit with is_positive has no kernel yet in of_positive",
+    ),
+    "columns of labels": (
+        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN)) - positive(X))),
+        "each query has a key of its own: write positives='diagonal'",
+    ),
+    "columns of several positives": (
+        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN)) - mean_over_positives(X)), "id"),
+        "where a query has several positives: write positives='diagonal', or the sums of rows alone, as infonce_in",
+    ),
+    "columns beside both sides": (
+        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN))) + CLIP.formula, "diagonal"),
+        "of_positive has no kernel yet beside mean_over_keys",
+    ),
+    "columns with positives": (
+        spec(
+            mean_over_queries(softplus(logsumexp_over_keys(X) - of_positive(logsumexp_over_queries(X))) - positive(X)),
+            "diagonal",
+        ),
+        "kernels where sums leave positives out: write where=1 - is_positive in both",
+    ),
+    "columns alone": (
+        spec(mean_over_queries(of_positive(COLUMN) - positive(X)), "diagonal"),
+        r"has no kernel without a log-sum-exp over keys: exchange queries and keys",
+    ),
+    "columns with a state": (
+        spec(mean_over_queries(ROW + of_positive(COLUMN) - next_state(positive(X))), "diagonal"),
+        "next_state has no kernel yet beside of_positive",
+    ),
+    "columns of two logits": (
+        spec(
+            mean_over_queries(softplus(logsumexp_over_keys(2 * X, where=1 - is_positive) - ROW) * of_positive(COLUMN)),
+            "diagonal",
+        ),
+        "of_positive has no kernel yet beside two log-sum-exps",
+    ),
+    "the margin of a column": (
+        spec(mean_over_queries(ROW - of_positive(logsumexp_over_queries(scale * (z - is_positive / 5)))), "diagonal"),
+        "a logit with is_positive has no kernel in of_positive: write where=1 - is_positive",
+    ),
+    "a threshold beside columns": (
+        spec(
+            mean_over_queries(
+                logsumexp_over_keys(X, where=(1 - is_positive) * (1 - step(z - positive(z)))) + of_positive(COLUMN)
+            ),
+            "diagonal",
+        ),
+        "a threshold has no kernel yet beside of_positive",
+    ),
+    "a number of all positives and columns": (
+        spec(mean_over_queries(ROW - of_positive(COLUMN) * logsumexp_over_all_positives(positive(X))), "diagonal"),
+        "logsumexp_over_all_positives has no kernel yet beside of_positive: write one of the two",
     ),
     "four_blocks": (
         spec(
@@ -610,7 +648,7 @@ def test_the_language_carries_the_roadmap(name: str) -> None:
     assert isinstance(error.value, InputError)
     said = str(error.value).removeprefix("loss mine: ")
     assert "\n" not in said and ": " in said and len(said.split()) <= 40, said
-    if z in loss.formula.free_symbols:
+    if z in loss.formula.free_symbols and not loss.formula.has(of_positive):
         assert loss.formula.diff(z) != 0
 
 
@@ -642,12 +680,23 @@ REFUSED = {
     "a sum inside a positive": spec(mean_over_queries(logsumexp_over_keys(X) - positive(logsumexp_over_keys(X)))),
     "no logsumexp": spec(mean_over_queries(positive(X))),
     "no z": spec(INFONCE_OF(scale + bias)),
+    "not linear beside keys": spec(
+        mean_over_queries(logsumexp_over_keys(X) ** 2) + mean_over_keys(logsumexp_over_queries(X)), "diagonal"
+    ),
+    "keys not linear": spec(
+        mean_over_queries(logsumexp_over_keys(X)) + mean_over_keys(logsumexp_over_queries(X) ** 2), "diagonal"
+    ),
     "square of a mean": spec(INFONCE_OF(X) ** 2),
     "mean of a mean": spec(mean_over_queries(INFONCE_OF(X))),
     "something added": spec(INFONCE_OF(X) + 3),
     "keys with labels": spec(INFONCE_OF(X) + mean_over_keys(logsumexp_over_queries(X)), "label"),
     "wrong side": spec(mean_over_queries(logsumexp_over_queries(X) - positive(X)), "diagonal"),
     "nested": spec(INFONCE_OF(scale * z + logsumexp_over_keys(z))),
+    "cancelling squares": spec(
+        mean_over_queries(logsumexp_over_keys(X) + positive(X) ** 2)
+        + mean_over_keys(logsumexp_over_queries(X) - positive(X) ** 2),
+        "diagonal",
+    ),
     "bias inside the cap": spec(INFONCE_OF(tanh(scale * z + bias)) + mean_over_queries(positive(tanh(X)))),
     "a power too high in the derivative": spec(INFONCE_OF(1 / (scale * z) ** 4)),
     "scale in the shift, shares that do not cancel": spec(

@@ -70,6 +70,9 @@ EXPECTED = {
         held=19,
         domain="triangle",
     ),
+    "mil_nce": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_column"), combined=True, held=26, classes=("positive",)
+    ),
     "supcon_out": Traits(
         query_statistics=("logsumexp", "mean_over_positives"),
         key_statistics=NONE,

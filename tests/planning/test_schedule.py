@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from infcl_gen.errors import VerificationError
 from infcl_gen.planning.model import kinds
 from infcl_gen.runtime.table import HERE, Step, Table
-from tests.planning.tables import gather_table, ring_table
+from tests.planning.tables import gather_table, ring_table, travelling
 from tests.planning.walk import walk
 
 Phases = dict[str, list[Step]]
@@ -81,6 +82,25 @@ def test_a_whole_gather_works_once_all_keys_are_there(world: int) -> None:
     assert [item.name for item in table.without_sums().travelling] == ["keys"]
     frozen = table.without_key_gradients()
     assert frozen.whole and walk(frozen)["forward"].transfers == world - 1
+
+
+@pytest.mark.parametrize("way", [(ring_table, 1, 2), (ring_table, 2, 3), (ring_table, 1, 9), (gather_table, 5)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_renewed_statistics_are_sent_again(way: tuple[Any, ...], frozen: bool) -> None:
+    """A ring's forward leaves none of them for backward: what it has kept is not what their owner makes of them."""
+    make, *sizes = way
+    table = dataclasses.replace(make(*sizes), keeps=False, travelling=travelling("mil_nce"))
+    table = table.without_key_gradients() if frozen else table
+    walk(table)
+    sent = [sent.name for step in table.steps("backward") for sent in step.sends]
+    assert sent.count("key statistics") == table.world_size - 1
+    if table.transport == "ring":
+        with pytest.raises(VerificationError, match=r"^backward step 0: no key statistics .*in kept"):
+            walk(dataclasses.replace(table, keeps=True))
+    if table.transport == "gather" and not frozen:
+        first, *_, own, home = table.steps("backward")
+        assert first.owner is None and own.owner == HERE and {sent.name for sent in own.sends} == {"key gradients"}
+        assert home.owner is None
 
 
 @pytest.mark.parametrize("way", [ring_table(2, 2), ring_table(1, 3, keeps=False), gather_table(3)])

@@ -57,9 +57,11 @@ class _Rank:
     """What a rank has in its places, and what is on its way."""
 
     def __init__(self, table: Table, phase: str, held: dict[_Spot, _Content]) -> None:
-        self._table, self._phase, self._held = table, phase, dict(held)
+        renewed = {item.name for item in table.travelling if item.renewed}
+        self._table, self._phase = table, phase
+        self._held = {spot: content for spot, content in held.items() if spot[0] not in renewed}
         for item in table.named("unchanged", phase):
-            if item.forward != "summed":
+            if item.forward != "summed" or item.renewed:
                 self._held[item.name, OWN, None] = _Content(HERE)
         self._where, self._owners, self._sent = f"before {phase}", list[Move](), 0
         # By step and role: target and what arrives there, and the places that are busy till then.

@@ -129,7 +129,7 @@ def test_a_query_and_its_key_lie_on_one_rank() -> None:
 
     def job(rank: int) -> str:
         own = whole.of_rank(*(slice(*sides[rank]) for sides in (((0, 4), (4, 9)), ((0, 5), (5, 9)))))
-        with pytest.raises(ValueError, match=r"^gist takes a query together with its own key") as error:
+        with pytest.raises(ValueError, match=r"^gist takes a query and its own key on one rank") as error:
             package().contrastive_loss(*own[:4], **own.given)
         return str(error.value)
 

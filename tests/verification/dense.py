@@ -26,7 +26,6 @@ def dense_loss(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
-    key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
     query_scale: Tensor | None = None,
@@ -47,8 +46,7 @@ def dense_loss(
     view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
-    logit. "weighed_sides_ids" is the mean of both directions of infonce_ids, with a weight for each query and each key.
-    "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
+    logit. "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
     the fourth root of the sum of e^(x/2) over that of e^x). "weighed_by_all" weighs r + r2/2 - 2p, of the sums of e^x
     and e^(2x), by the caller's weight, times 2 - e^(z + p/3) over the mean of these of all positives, and adds r.
     "distill" is the first cross-entropy of OpenCLIP's `DistillClipLoss.dist_loss`, with the guide's similarities as the
@@ -57,6 +55,10 @@ def dense_loss(
     `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key, are multiplied by
     numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
     infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
+    "mil_nce" is the objective of arXiv 1912.06430 with one candidate of each clip: its pair, and its negatives, which
+    are the other captions of its clip and the other clips of its caption. "weighed_by_column" weighs log(1 +
+    e^(r - p)), r of a query's other keys, by the logistic function of c - p, c of its key's other queries, and adds a
+    quarter of log(1 + e^(c - p)).
     "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of
     sentence-transformers.
     """
@@ -86,6 +88,22 @@ def dense_loss(
             counts = similar <= similar[place]  # of which the positive is one
             terms.append((scale * (k[counts] @ query)).logsumexp(0) - scale * (k[place] @ query))
         return torch.stack(terms).mean()
+    if name == "mil_nce":
+        terms = []
+        for place in range(len(q)):
+            others = [each for each in range(len(q)) if each != place]
+            of_clip, of_caption = scale * (k[others] @ q[place]) + bias, scale * (q[others] @ k[place]) + bias
+            pair = scale * (q[place] @ k[place])[None] + bias
+            terms.append(torch.cat((pair, of_clip, of_caption)).logsumexp(0) - pair[0])
+        return torch.stack(terms).mean()
+    if name == "weighed_by_column":
+        x = scale * (q @ k.T) + bias
+        of_row, of_column = (
+            [torch.log1p((torch.cat((line[:i], line[i + 1 :])) - line[i]).exp().sum()) for i, line in enumerate(each)]
+            for each in (x, x.T)
+        )
+        r, c = torch.stack(of_row), torch.stack(of_column)
+        return (-torch.expm1(-c) * r + c / 4).mean()  # the logistic function of log(e^c - 1)
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias
@@ -109,10 +127,6 @@ def dense_loss(
         others = torch.arange(len(k), device=q.device) != own[:, None]
         name, logits = name.removesuffix("_ids"), torch.where(same & others, -torch.inf, logits)
     p = logits.gather(1, own[:, None])[:, 0]
-    if name == "weighed_sides":
-        assert query_weight is not None and key_weight is not None and labels is None
-        of_queries = -(query_weight.to(q) * logits.log_softmax(1).diagonal()).sum() / len(q)
-        return (of_queries - (key_weight.to(q) * logits.log_softmax(0).diagonal()).sum() / len(k)) / 2
     if name == "angular":  # of arXiv 1801.07698: cos(theta + 0.3) in place of cos(theta), before the cap
         z = q @ k.T
         angle = torch.cos(torch.arccos(z.gather(1, own[:, None]).clamp(-1 + 1e-12, 1 - 1e-12)) + 0.3)
@@ -269,7 +283,6 @@ def dense(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
-    key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
     query_scale: Tensor | None = None,
@@ -281,7 +294,7 @@ def dense(
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
+    own = query_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
     loss = dense_loss(name, *leaves, labels, query_ids, key_ids, *own)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
@@ -325,7 +338,6 @@ def by_shares(
     query_ids: torch.Tensor | None = None,
     key_ids: torch.Tensor | None = None,
     query_weight: torch.Tensor | None = None,
-    key_weight: torch.Tensor | None = None,
     negatives: torch.Tensor | None = None,
     query_state: torch.Tensor | None = None,
     query_scale: torch.Tensor | None = None,
@@ -344,8 +356,8 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
-    assert (query_ids, key_ids, *own) == (None,) * 10
+    own = query_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
+    assert (query_ids, key_ids, *own) == (None,) * 9
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

@@ -21,21 +21,22 @@ class Traits:
 
     query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"; beside it
                       "logsumexp_of_multiple", where the logits are multiplied by a constant, or
-                      "logsumexp_of_positive", that of the row that is its positive; or of its positives alone,
-                      of which there may be any number, "mean_over_positives" or "logsumexp_over_positives"; with one
-                      of these they are counted, and a query without adds nothing; or "mean_by_guide", its mean by the
-                      softmax of a second similarity, a guide's
+                      "logsumexp_of_positive", that of the row that is its positive, or "logsumexp_of_column", that of
+                      the column of its positive; or of its positives alone, of which there may be any number,
+                      "mean_over_positives" or "logsumexp_over_positives"; with one of these they are counted, and a
+                      query without adds nothing; or "mean_by_guide", its mean by the softmax of a second similarity, a
+                      guide's
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
                       keys of its id, of which there may be none; "none": no key
-    combined          whether the term of a query or a key combines its statistic and its positive in another way than
-                      by constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
-                      kernel between the sweeps then makes the weight of its row, or its column
+    combined          whether the term of a query combines its statistic and its positive in another way than by
+                      constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
+                      kernel between the sweeps then makes the weight of its row
     even              whether that weight is one number for all rows that have positives, of which there may be several
-    vectors           the keywords of a call from which own numbers in terms follow: "query_weight", "key_weight" of the
-                      key that is the query's positive, "negatives", whose log-sum-exp is such a number, and last
-                      "query_state", which has no gradient: forward makes the next state in its place
+    vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight",
+                      "negatives", whose log-sum-exp is such a number, and last "query_state", which has no gradient:
+                      forward makes the next state in its place
     held              numbers in fp64 of each query that torch holds at most while it computes that weight
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
@@ -91,11 +92,6 @@ class Traits:
         return bool(self.key_statistics)
 
     @property
-    def keys_combined(self) -> bool:
-        """Whether the kernel between the sweeps changes the statistics of keys, too, which backward then reads."""
-        return self.combined and self.has_keys
-
-    @property
     def state(self) -> bool:
         """Whether the last of `vectors` is a state, which a call replaces."""
         return "query_state" in self.vectors
@@ -135,11 +131,6 @@ class Traits:
         return self.positives == "diagonal"
 
     @property
-    def beside(self) -> bool:
-        """Whether the positive of a query is to be a key of its own rank."""
-        return self.thresholds or self.keys_combined
-
-    @property
     def placed(self) -> bool:
         """Whether a query has one positive, which is found by its place."""
         return self.positives in ("diagonal", "label")
@@ -165,6 +156,12 @@ class Traits:
         return "logsumexp_of_positive" in self.query_statistics
 
     @property
+    def crossed(self) -> bool:
+        """Whether a query's term has the log-sum-exp over queries of its positive, the key of its index on its rank.
+        Both sums together then make the factor of a key, which is known only once forward has ended."""
+        return "logsumexp_of_column" in self.query_statistics
+
+    @property
     def by_guide(self) -> bool:
         """Whether the similarities of a guide's features weigh the logits of a query."""
         return "mean_by_guide" in self.query_statistics
@@ -178,6 +175,16 @@ class Traits:
     def thresholds(self) -> bool:
         """Whether log-sum-exps leave out pairs above a threshold of their query, which follows from its positive."""
         return "above" in self.classes or "above_by_guide" in self.classes
+
+    @property
+    def own_keys(self) -> bool:
+        """Whether each rank has as many keys as queries: what a query has by its own key is made on its rank."""
+        return self.thresholds or self.crossed
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether the keys that a ring's forward ends with may stay for backward, which needs no more of them."""
+        return not self.at_once and not self.triangle and not self.crossed
 
     @property
     def two_statistics(self) -> bool:

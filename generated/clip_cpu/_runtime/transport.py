@@ -244,17 +244,15 @@ class _Shards(_Rooms):
     def home(self, name: str, place: Place) -> Tensor:
         here, received = self._layout.rank, self._received.pop(name, None)
         if name in self._shared:
+            keys, total = sum(self._layout.keys), self._tensors.kept.get(name)
+            if total is None:  # the owners send it again for backward
+                total = self._new(name, keys)
             if received is not None and self._is_concerned(here) and self._tensors.add_up is not None:
-                keys = sum(self._layout.keys)
-                self._tensors.add_up(received, self._first(name, self._tensors.kept[name], keys))
+                self._tensors.add_up(received, self._first(name, total, keys))
             self._sums.pop(name, None)
-            return self._all(name)[here]
+            return self._split(name, total)[here]
         own = self._own_sums(name)[here]
         del self._sums[name]  # sums that were sent leave their memory to the results
-        if self._items[name].anew:
-            assert self._tensors.add_up is not None
-            self._tensors.add_up(torch.stack([own, *(() if received is None else received)]), own)
-            return own
         for part in () if received is None else received:
             own.add_(part)
         return own
@@ -304,16 +302,9 @@ class _Shards(_Rooms):
                     self._count(name, rank) if layout.rows[here] and rank != here else 0
                     for rank in range(len(layout.keys))
                 ]
-                shards = self._contiguous(name, counts)
+                shards = self._new(name, sum(counts)).split(counts)
                 self._sums[name] = (*shards[:here], own, *shards[here + 1 :])
         return self._sums[name]
-
-    def _contiguous(self, name: str, counts: Sequence[int]) -> Sequence[Tensor]:
-        """Room for so many keys of each owner, in one allocation unless it lies across."""
-        if self._items[name].across:
-            return [self._new(name, count) for count in counts]
-        parts: tuple[Tensor, ...] = self._new(name, sum(counts)).split(list(counts))
-        return parts
 
     def _parts(self, name: str) -> Tensor:
         """Room for the sums of each contributing rank: of all keys if all ranks get them, else of the own keys."""

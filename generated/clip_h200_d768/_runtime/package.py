@@ -102,9 +102,8 @@ class Call(NamedTuple):
     q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`; of a triangle k is q, detached
     scale, bias          0-dim, in the statistics dtype, on that device
     vectors              (V, m), in the statistics dtype, on that device: the numbers of `Traits.vectors`, each query's
-                         own, or of the key that is its positive, or None without any; at first the query_weight,
-                         key_weight, negatives, query_state, query_scale and key_scale that were passed. q and k are
-                         multiplied by the last two once accepted
+                         own, or None without any; at first the query_weight, negatives, query_state, query_scale and
+                         key_scale that were passed. q and k are multiplied by the last two once accepted
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
     query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id; of a
                          triangle one tensor, passed as query_ids
@@ -156,9 +155,8 @@ class Saved(NamedTuple):
 
     of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it; of a combined
                 loss what `combine` has left of them. Over P prefixes P rows of each, as of `of_keys`
-    of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients, and unless `combine`
-                changes them: of a gather (2, planned keys), all ranks' keys first; of a ring the statistics of the keys
-                in `stash` follow
+    of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
+                (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
                 if it stays in a recording (replay.py)
     ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
@@ -201,10 +199,9 @@ class Block(NamedTuple):
                         With `Traits.second` the last two are the second log-sum-exp of each query. With
                         `Traits.partnered` the fourth and the fifth are first that of its positive
                         By a guide: mantissa and exponent are those of its sum, and a mean of logits is the number
-                        With `Traits.keys_combined` `combine` divides the statistics of keys, too, by their weights
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
-    vectors             (V, m): the queries' own numbers, and those of their positives, after `combine` the derivatives
-                        of M * L by them, and the next state; None if the loss has none
+    vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them, and the next
+                        state; None if the loss has none
     counts              queries and keys of the whole batch
     guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
     thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none

@@ -41,8 +41,8 @@ RECEIVED = "received"  # one buffer per sender
 class Travelling:
     """A tensor with `columns` numbers for each key: (keys, columns), or (columns, keys) if it lies `across`.
 
-    One that is there `once` has one row for all keys of a rank. One that forward sums and backward reads is sent `anew`
-    where its rank changes it in between; else all ranks that read it keep what forward has left.
+    One that is there `once` has one row for all keys of a rank. One that is `renewed` is summed in forward, changed
+    by the rank that has the keys, and sent again for backward.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Travelling:
     backward: str = "absent"
     across: bool = False
     once: bool = False
-    anew: bool = False
+    renewed: bool = False
 
     def role(self, phase: str) -> str:
         return self.forward if phase == "forward" else self.backward
@@ -215,7 +215,7 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
         sums_from = hop if hop and sums else -1
         steps.append(Step(owner, place(hop), hop % 2, hop == 0, sends, hop - 1, sums_from, copies))
     if sums:
-        read = [item.name for item in table.named("unchanged", "backward") if table.keeps and not item.anew]
+        read = [item.name for item in table.named("unchanged", "backward") if table.keeps]
         finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)
         home = (last + 1) % 2
         steps.append(Step(None, OWN, home, False, follow(last), -1, last + 1, finished))
@@ -225,12 +225,10 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
 def _ring_backward(table: Table) -> tuple[Step, ...]:
     names, sums = ([item.name for item in table.named(role, "backward")] for role in ("unchanged", "summed"))
     owners, moves, last = _owners(table)[::-1], [_back(move) for move in _moves(table)], table.world_size - 1
-    unknown = [item.name for item in table.named("unchanged", "backward") if not table.keeps or item.anew]
     fetch, steps = 0, []
-    if unknown:
-        start, target = (0, KEPT) if table.keeps else (1, 0)
-        away = tuple(Transfer(name, HERE, moves[last], start, target) for name in unknown)
-        steps.append(Step(None, sends=away, copies=tuple(Copy(name, OWN, start) for name in unknown)))
+    if not table.keeps:
+        away = tuple(Transfer(name, HERE, moves[last], 1, 0) for name in names)
+        steps.append(Step(None, sends=away, copies=tuple(Copy(name, OWN, 1) for name in names)))
         fetch = 1
 
     def place(hop: int) -> Place:
@@ -272,14 +270,14 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
 
 
 def _gather_backward(table: Table) -> tuple[Step, ...]:
-    unchanged, home = table.named("unchanged", "backward"), _home(table, "backward")
-    unknown = [item.name for item in unchanged if item.anew or item.forward == "absent"]
-    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in unknown for to in _others(table))
-    copies = tuple(Copy(name, OWN, ALL) for name in unknown)
-    if unknown and not home:  # what forward has not sent goes beside the work on the own keys: nobody sums for others
+    of_all = table.named("unchanged", "backward")
+    fresh = [item.name for item in of_all if item.forward == "absent" or item.renewed]
+    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _others(table))
+    copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, "backward")
+    if fresh and not home:  # what forward has not sent goes beside the work on the own keys
         own = Step(HERE, ALL, ALL, True, sends, copies=copies)
         return (own, *(Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in _others(table)))
-    steps = [Step(None, ALL, ALL, True, sends, copies=copies)] if unknown else []
+    steps = [Step(None, ALL, ALL, False, sends, copies=copies)] * bool(fresh)
     arrives = len(steps) - 1
     steps += [Step(_back(to), ALL, ALL, unchanged_from=arrives) for to in _others(table)]
     steps.append(Step(HERE, ALL, ALL, True, home))
@@ -288,8 +286,7 @@ def _gather_backward(table: Table) -> tuple[Step, ...]:
 
 def _home(table: Table, phase: str) -> tuple[Transfer, ...]:
     """Transfers of sums to the owners of their keys; sums that backward reads go to all ranks."""
-    read = table.named("unchanged", "backward") if phase == "forward" else ()
-    shared = {item.name for item in read if not item.anew}
+    shared = {item.name for item in table.named("unchanged", "backward")} if phase == "forward" else set()
     return tuple(
         Transfer(item.name, None if item.name in shared else to, to, ALL, RECEIVED)
         for item in table.named("summed", phase)
