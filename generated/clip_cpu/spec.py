@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "59dd8a802fdb54d8885c4b2daa66353f9529751efab7d5c32d227123ca3c5fbe",
+    "digest": "da2591ac1c646e4471576ef3488a5e56d316621718e64c2fe79b8e5fe518d797",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5d2f0416290a4ce76b638d6a2b6de9e356c541a0e4f1698c8e562cd52ad3431b",
+    "digest": "d8a054c26da54dc4cf7cb0986af859dceeb6463b9ffed3dd262ecf8d38ca8bfd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

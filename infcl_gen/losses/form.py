@@ -269,7 +269,7 @@ def form_of(spec: LossSpec) -> Form:
         found += (Statistic("query", of_positives, p),)
     refuse(
         (key_term != 0 and not _is_linear(query_term, r),
-         f"mean_over_queries({display(query_term.xreplace(_WORD_OF))}) has no kernel yet beside mean_over_keys: write "
+         f"mean_over_queries({_in_words(query_term, second)}) has no kernel yet beside mean_over_keys: write "
          "it alone, and call it once for each direction"),
         (key_term != 0 and "positive" in excluded,
          "where= that leaves out positives has no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
@@ -287,6 +287,11 @@ def form_of(spec: LossSpec) -> Form:
     threshold = None if compared is None else compared.threshold
     of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight, of_all, threshold)
     return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
+
+
+def _in_words(expression: Expr, second: dict[Expr, Symbol] | None = None) -> str:
+    """A part of a reduced formula in the words of the language, for refusals; `second` as in `_terms`."""
+    return display(expression.xreplace(_WORD_OF | {symbol: word for word, symbol in (second or {}).items()}))
 
 
 def _of_scaled_features(formula: Expr) -> tuple[Expr, tuple[str, ...]]:
@@ -320,7 +325,7 @@ def _with_next_state(term: Expr) -> tuple[Expr, Expr | None]:
     found = sorted(term.atoms(language.next_state), key=sympy.default_sort_key)
     if not found:
         return term, None
-    refuse((len(found) > 1, f"a query has one state, and {' and '.join(map(display, found))} are two: write one of "
+    refuse((len(found) > 1, f"a query has one state, and {' and '.join(map(_in_words, found))} are two: write one of "
                             "them, and detach the other"))  # fmt: skip
     return sympy.factor_terms(term.xreplace({found[0]: next_state})), found[0].args[0]
 
@@ -340,7 +345,7 @@ def _with_pooled(spec: LossSpec, term: Expr, key_term: Expr) -> tuple[Expr, Expr
                         "once for each direction"),
         (term.has(rp, cp), f"{word} has no kernel yet beside of_positive: write one of the two"),
         (foreign or not inside.has(p, positive_z),
-         f"{word}({display(inside.xreplace(_WORD_OF))}) is of positives: write an expression of positive(z)"),
+         f"{word}({_in_words(inside)}) is of positives: write an expression of positive(z)"),
     )  # fmt: skip
     return term.xreplace({found[0]: pooled}), inside
 
@@ -653,13 +658,13 @@ def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]
     for reduction, dummy in dummies.items():
         coefficient = diff(linear, dummy)
         if coefficient.has(*dummies.values()):
-            raise LossError(f"{display(reduction)} stands in a product or a function: write a sum of such terms")
+            raise LossError(f"{_in_words(reduction)} stands in a product or a function: write a sum of such terms")
         yield reduction, coefficient
         rest -= coefficient * dummy
     rest = sympy.expand(rest)
     if rest != 0:
-        raise LossError(f"{display(rest.xreplace({dummy: each for each, dummy in dummies.items()}))} stands outside of "
-                        "means: write it inside of one")  # fmt: skip
+        rest = rest.xreplace({dummy: each for each, dummy in dummies.items()})
+        raise LossError(f"{_in_words(rest)} stands outside of means: write it inside of one")
 
 
 def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
@@ -668,10 +673,10 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
     terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
         refuse(
-            (mean.args[0].atoms(*_MEANS), f"{display(mean)} is the mean of a mean: write one of the two"),
+            (mean.args[0].atoms(*_MEANS), f"{_in_words(mean)} is the mean of a mean: write one of the two"),
             (
                 not coefficient.is_number,
-                f"{mean.func.__name__} is multiplied by {display(coefficient)}: write that factor inside of the mean",
+                f"{mean.func.__name__} is multiplied by {_in_words(coefficient)}: write that factor inside of the mean",
             ),
         )
         terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED | second)
@@ -681,7 +686,7 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
             words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
             raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
         if side == "keys" and not _is_linear(term, own):
-            raise LossError(f"mean_over_keys({display(term.xreplace(_WORD_OF))}) is not a sum of constant multiples of "
+            raise LossError(f"mean_over_keys({_in_words(term)}) is not a sum of constant multiples of "
                             "its parts: exchange queries and keys, and write mean_over_queries")  # fmt: skip
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
 
@@ -695,7 +700,7 @@ def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
     factor = diff(term, own)
     rest = sympy.expand_mul(term - factor * own)
     refuse((not factor.is_number or rest.has(own), f"{word}(x) has kernels only as a constant multiple in a sum: take "
-            f"it out of {display(term.xreplace(_WORD_OF))}"))  # fmt: skip
+            f"it out of {_in_words(term)}"))  # fmt: skip
     return rest, factor
 
 

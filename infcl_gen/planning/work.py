@@ -223,7 +223,7 @@ def _means(v: Choice, *phases: str) -> list[TimeTerm]:
 
 def _pooled(v: Choice) -> list[TimeTerm]:
     """Of the log-sum-exp over the positives of all queries, and of slopes by it."""
-    found = [TimeTerm("positives of all", "forward", bytes=8 * v.traits.pooled * m, launches=24 + 4 * W)]
+    found = [TimeTerm("positives of all", "forward", bytes=8 * v.traits.pooled * m, launches=28)]
     return found * bool(v.traits.pooled)
 
 

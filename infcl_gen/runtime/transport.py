@@ -20,7 +20,7 @@ T = TypeVar("T")
 _Agree = Callable[[], None]
 _Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, sends and receives
 _streams: dict[int, torch.cuda.Stream] = {}  # by device: where messages are started
-_TAG = 32  # of messages outside of a trip; the tags of its tensors count from 0
+TAG = 32  # of messages outside of a trip; the tags of its tensors count from 0
 
 
 class Tensors(NamedTuple):
@@ -356,7 +356,7 @@ def over_ranks(own: Tensor, group: Group, what: str) -> Tensor:
     total, received = own.clone(), torch.empty_like(own)
     for distance in range(1, group.size):
         to, origin = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-        Batch(group, what, [Message(own, to, _TAG)], [Message(received, origin, _TAG)]).wait()
+        Batch(group, what, [Message(own, to, TAG)], [Message(received, origin, TAG)]).wait()
         total += received
     return total
 

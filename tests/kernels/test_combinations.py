@@ -67,12 +67,13 @@ def test_draws_cover_the_options() -> None:
         assert any(COMBINATIONS[name].above for name in drawn)
         ones = [COMBINATIONS[name] for name in drawn]
         assert any(one.coupled for one in ones) and any(one.crossed for one in ones)
+        assert {one.pooled for one in ones} == {"", "similarity", "logit"}
         assert len({one.form for one in ones}) == 4 and len({one.temperature for one in ones}) == 3
         assert len({one.mask for one in ones}) >= 3 and len({one.term for one in ones}) >= 3
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
     assert [len(set(values)) for values in zip(*every, strict=True)] == [
-        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2, 3, 2
+        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2, 3, 2, 3
     ]  # fmt: skip
 
 

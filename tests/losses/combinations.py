@@ -25,6 +25,7 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
+    logsumexp_over_all_positives,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
@@ -57,6 +58,7 @@ SHARP = 5.0  # what all temperatures multiply similarities with
 CAP, MARGIN, ANGLE = 4.0, 0.25, 0.3
 SHARE_OF_KEYS = 0.75  # of the mean over keys, beside 0.5 of that over queries
 SMOOTHING = 0.375  # of the mean of all logits
+SHARPER = {"similarity": 3.0, "logit": 0.5}  # what multiplies positives in a number of all of them
 THRESHOLD = (0.75, 0.125)  # of the similarity of a query's positive, and what is added
 CHOICES: dict[str, tuple[Any, ...]] = {
     "form": ("queries", "queries", "queries", "both", "triangle", "pairs"),
@@ -92,6 +94,8 @@ class Combination:
     coupled      of a triangle: the total is that of both rows of a pair; drawn apart, too
     crossed      of sums without positives: the total is that of the query and of its key; drawn apart, too
     above        pairs above a threshold are left out, too, by their own similarities or a guide's; drawn apart, too
+    pooled       terms have the factor 1 + w, of the softmax w over the positives of all queries, of their
+                 similarities or their logits without margins; drawn apart, too
     """
 
     form: str
@@ -113,6 +117,7 @@ class Combination:
     coupled: bool = False
     above: str = ""
     crossed: bool = False
+    pooled: str = ""
 
     @property
     def ids(self) -> bool:
@@ -150,7 +155,11 @@ def spec_of(one: Combination, name: str) -> LossSpec:
     if one.crossed:
         column = of_positive(logsumexp_over_queries(other, *_where(one, found)))
         total = column + softplus(total - column)
-    formula = mean_over_queries((query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive))
+    term = (query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive)
+    if one.pooled:
+        each = positive(found if one.pooled == "similarity" else other) * sympy.Rational(SHARPER[one.pooled])
+        term *= 1 + exp(each - logsumexp_over_all_positives(each))
+    formula = mean_over_queries(term)
     if one.form == "both":
         of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one, found)) - at_positive)
         formula = formula / 2 + sympy.Rational(SHARE_OF_KEYS) * of_keys
@@ -229,8 +238,9 @@ def refusals(one: Combination) -> list[str]:
         "multiply the features of keys": one.tempered == "both" and one.hard,
         "query_weight": (both or pairs) and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
-        "of_positive": (one.coupled and (one.weighted or one.hard or one.margin))
-        or (one.crossed and (one.weighted or one.hard)),
+        "of_positive": (one.coupled and (one.weighted or one.hard or one.margin or one.pooled))
+        or (one.crossed and (one.weighted or one.hard or one.pooled)),
+        "logsumexp_over_all_positives has": one.pooled and both,
     }
     if any(reasons.values()):
         reasons["at most 1000 parts"] = one.term == "focal"
@@ -268,6 +278,9 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     total = torch.logaddexp(total, total[is_own.int().argmax(1)]) if one.coupled else total
     total = torch.logaddexp(total, _log(torch.where(kept, x.exp(), 0.0).sum(0))) if one.crossed else total
     terms = _dense_term(one, total, p)
+    if one.pooled:
+        of_each = similarities if one.pooled == "similarity" else _dense_logit(one, similarities, given)
+        terms = terms * (1 + torch.softmax(SHARPER[one.pooled] * of_each[:, :keys][is_own], 0))
     loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
     if one.form == "both":
         loss = loss / 2 + SHARE_OF_KEYS * (_log(torch.where(kept, x.exp(), 0.0).sum(0)) - p).mean()
@@ -342,7 +355,9 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing, tempering, coupling, comparing, crossing = (random.Random(seed) for seed in (0, 2, 3, 31, 4, 5))
+    chance, smoothing, tempering, coupling, comparing, crossing, pooling = (
+        random.Random(seed) for seed in (0, 2, 3, 31, 4, 5, 33)
+    )
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
         tempered = tempering.choice(("", "", "queries", "both"))
@@ -351,6 +366,7 @@ def draws() -> Iterator[Combination]:
         wanted, masked = crossing.random() < 0.3, one.mask in ("positive", "both")
         crossed = wanted and masked and one.form == "queries" and one.term != "focal"  # of too many terms
         one = dataclasses.replace(one, crossed=crossed, positives="diagonal" if crossed else one.positives)
+        one = dataclasses.replace(one, pooled=pooling.choice(("", "", "similarity", "logit")))
         one = _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
         yield (
             one
@@ -375,7 +391,8 @@ def _likely(one: Combination) -> Combination:
     smoothed = one.smoothed and not one.capped and one.form != "triangle"
     one = dataclasses.replace(one, temperature=temperature, apart=one.apart or bool(one.mask), smoothed=smoothed)
     tempered = "" if one.form == "triangle" else "queries" if one.tempered and one.hard else one.tempered
-    one = dataclasses.replace(one, tempered=tempered)
+    pooled = "" if one.form == "both" or one.coupled or one.crossed else one.pooled
+    one = dataclasses.replace(one, tempered=tempered, pooled=pooled)
     if one.form == "queries":
         alone = {"weighted": False, "hard": False} if one.crossed else {}
         return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives, **alone)
@@ -394,13 +411,19 @@ def _plain(one: Combination) -> Combination:
     which counts its terms when multiplied out."""
     pairs, changes = one.form == "pairs", dict[str, Any](apart=bool(one.margin) and one.apart)
     if pairs:
-        changes |= {"term": "focal" if one.term == "focal" else "plain", "apart": False, "smoothed": False}
+        changes |= {
+            "term": "focal" if one.term == "focal" else "plain",
+            "apart": False,
+            "smoothed": False,
+            "pooled": "",
+        }
     if pairs and one.mask in ("positive", "both"):
         changes["margin"] = ""
     if pairs and one.positives == "id":  # where the two classes are one
         changes["mask"] = "positive" if one.mask in ("positive", "both") else ""
     if one.term == "focal" and one.hard:
-        changes |= {"margin": "", "apart": False, "mask": "positive" if one.mask in ("positive", "both") else ""}
+        mask = "positive" if one.mask in ("positive", "both") else ""
+        changes |= {"margin": "", "apart": False, "mask": mask, "pooled": ""}
     if one.form == "triangle" and one.frozen == "k":
         changes["frozen"] = ""
     if one.form == "triangle" and one.margin == "angular":  # a row and itself are the angle's tie in the dense truth

@@ -727,6 +727,29 @@ def test_refused_with_one_sentence(name: str) -> None:
     assert "\n" not in said and ": " in said and len(said.split()) <= 32, said
 
 
+_SUM, _OWN = logsumexp_over_keys(X), positive(z)
+SAID = {  # of a positive's similarity, which a logit has not, and of two log-sum-exps
+    "the mean of a mean": (mean_over_queries(_SUM - mean_over_queries(_OWN)), "mean_over_queries(positive(z))"),
+    "a factor of a mean": (_OWN * mean_over_queries(_SUM), "multiplied by positive(z): write"),
+    "a function of a mean": (exp(mean_over_queries(_SUM - _OWN)), "(logsumexp_over_keys(x) - positive(z)) stands in"),
+    "outside of means": (mean_over_queries(_SUM) - _OWN, "-positive(z) stands outside of means"),
+    "two states": (mean_over_queries(_SUM * next_state(_OWN) * next_state(query_state)), "next_state(positive(z)) and"),
+    "two log-sum-exps": (
+        mean_over_queries(_SUM + logsumexp_over_keys(2 * X)) + COLUMNS_OF(X),
+        "mean_over_queries(logsumexp_over_keys(x) + logsumexp_over_keys(2 * x)) has no kernel yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_refusals_speak_the_language(name: str) -> None:
+    """Planted: symbols of reduced formulas, such as `positive_z` and `r2`."""
+    formula, words = SAID[name]
+    with pytest.raises(LossError) as error:
+        derive(spec(formula, "diagonal"))
+    assert words in str(error.value), error.value
+
+
 _FAR = logsumexp_over_keys(scale * z, where=(1 - same_id) * (1 - is_positive))
 _NEAR = positive(scale * z - scale / 5)
 OFFERED = {  # refused, and what the message says to write instead

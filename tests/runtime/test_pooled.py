@@ -82,7 +82,7 @@ BUGS = {
     ),
     "slopes are those of one rank": ("**taken).sum(), group", "**taken).sum(), None"),
     "slopes are forgotten": ("torch.stack((total, slope))", "torch.stack((total, 0.0 * slope))"),
-    "the numbers of a rank stand in the place of the first": ("each[group.rank] = own", "each[0] = own"),
+    "a rank's own number stands for those of all": ("torch.cat(each)", "torch.cat([own[None]] * group.size)"),
 }
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .group import Group
+from .group import Group, Message
 from .package import Block, Package
 from .statistics import log
-from .transport import over_ranks
+from .transport import TAG, Batch
 
 
 def pooled(package: Package, block: Block, group: Group | None) -> Tensor:
@@ -44,6 +44,9 @@ def _of_ranks(own: Tensor, group: Group | None) -> Tensor:
     """The numbers of all ranks, (W,), of which `own`, 0-dim, is this one's."""
     if group is None:
         return own[None]
-    each = own.new_zeros(group.size)
-    each[group.rank] = own
-    return over_ranks(each, group, "forward, numbers of all positives")
+    each = [own[None] if rank == group.rank else own.new_empty(1) for rank in range(group.size)]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    sends = [Message(own[None], peer, TAG) for peer in others]
+    receives = [Message(each[peer], peer, TAG) for peer in others]
+    Batch(group, "forward, numbers of all positives", sends, receives).wait()
+    return torch.cat(each)

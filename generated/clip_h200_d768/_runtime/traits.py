@@ -49,8 +49,8 @@ class Traits:
     means             whether a multiple of the mean of all logits is part of the loss
     weighted          whether keys have weights in that mean, which follow from a guide's similarities; `means` is that
                       of a mean without
-    pooled            numbers in fp64 of each query that torch holds at most for the log-sum-exp over the positives of
-                      all queries, on which terms depend, and for their slopes by it; 0 of a loss without
+    pooled            fp64 numbers of each query that torch holds at most for the log-sum-exp over all positives, and
+                      for the slopes by it; 0 of a loss without
     scaled            the keywords of a call by whose numbers rows of features are multiplied first: "query_scale" and
                       "key_scale"
     slabs             widths of the slabs of columns by which one prefix of the features exceeds the one before: each
