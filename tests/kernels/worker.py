@@ -87,7 +87,7 @@ def main(pipe: Connection, folder: Path) -> None:
         except EOFError:
             break
         pipe.send(how(check, arguments))
-    pipe.close()
+    os._exit(0)  # an orderly end frees millions of objects first, in more than 5 s
 
 
 def run(check: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
