@@ -543,9 +543,16 @@ def _printed(derivation: Derivation) -> list[Expr]:
 
 def _stable(slope: Expr) -> Expr:
     """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits, and so for its negative."""
-    falls, sigmoid = sympy.Wild("u"), language.sigmoid
-    found = slope.replace(1 - sigmoid(falls), lambda u: sigmoid(-u))
-    return found.replace(sigmoid(falls) - 1, lambda u: -sigmoid(-u))
+    for sign in (1, -1):
+
+        def rest(each: Expr, sign: int = sign) -> Expr:
+            return 1 - sign * each if each.is_Add and len(each.args) == 2 else each
+
+        slope = slope.replace(
+            lambda each, rest=rest: each.is_Add and rest(each).func == language.sigmoid,
+            lambda each, rest=rest, sign=sign: sign * language.sigmoid(-rest(each).args[0]),
+        )
+    return slope
 
 
 def _bound(expression: Expr) -> float:
