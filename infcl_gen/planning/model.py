@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import sympy
+from sympy.printing.pycode import PythonCodePrinter
 
 from infcl_gen.hardware import Cluster, DeviceProfile
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts
@@ -320,9 +321,20 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
 def _expressions(choice: Choice) -> _Expressions:
     buffers, terms = memory.buffer_terms(choice), time_terms(choice)
     values = [(term.bytes, list(term.shape)) for term in buffers], [list(term.quantities) for term in terms]
-    symbols, modules = tuple(memory.SYMBOLS.values()), [{"Min": min, "Max": max}, "math"]
-    shapes, work = (sympy.lambdify(symbols, each, modules=modules, docstring_limit=0) for each in values)
+    how = {"modules": [{"Min": min, "Max": max}, "math"], "printer": _PRINTER, "docstring_limit": 0}
+    shapes, work = (sympy.lambdify(tuple(memory.SYMBOLS.values()), each, **how) for each in values)
     return _Expressions(buffers, terms, shapes, work)
+
+
+class _Printer(PythonCodePrinter):
+    """Prints each expression once: most of a kind are those of other kinds, too."""
+
+    def __init__(self) -> None:
+        super().__init__({"fully_qualified_modules": False, "user_functions": {"Min": "Min", "Max": "Max"}})
+        self.doprint = functools.cache(super().doprint)
+
+
+_PRINTER = _Printer()
 
 
 def _rounded(time_s: float) -> float:
