@@ -12,12 +12,15 @@ import ast
 import dataclasses
 import functools
 import inspect
+import re
 import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
@@ -390,17 +393,64 @@ class Transformer(interpreter.ASTTransformer):
         return node
 
 
+FUNCTION = re.compile(r"^def (\w+)\(.*?(?=^[^\s)]|\Z)", re.DOTALL | re.MULTILINE)
+
+
 @functools.cache
-def parsed(file: str, changed: int) -> dict[str, ast.FunctionDef]:
-    """The functions of a file, which is read once for all of them."""
-    return {node.name: node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.FunctionDef)}
+def functions(file: str, changed: int) -> dict[str, tuple[str, int]]:
+    """Text and first line of the functions of a file, which is read once for all of them."""
+    text = Path(file).read_text()
+    return {found[1]: (found[0], text.count("\n", 0, found.start()) + 1) for found in FUNCTION.finditer(text)}
+
+
+@functools.cache
+def compiled(text: str) -> CodeType:
+    """A function's definition without its decorators, once for all packages that have it."""
+    code = compile(Transformer().visit(ast.parse(text)), "", "exec")
+    (found,) = (each for each in code.co_consts if isinstance(each, CodeType))
+    return found
 
 
 def rewritten(self: Any) -> Any:
     file = self.filename = self.fn.__code__.co_filename
-    node = parsed(file, Path(file).stat().st_mtime_ns)[self.fn.__name__]
-    node.decorator_list = []
-    return self._compile_and_exec(ast.Module([Transformer().visit(node)], []))
+    text, line = functions(file, Path(file).stat().st_mtime_ns)[self.fn.__name__]
+    code = compiled(text).replace(co_filename=file, co_firstlineno=line)
+    names = self.fn.__globals__
+    for name, value in vars(interpreter).items():
+        names.setdefault(name, value)
+    made = FunctionType(code, names, self.fn.__name__, self.fn.__defaults__)
+    made.__annotations__ = self.fn.__annotations__
+    return made
+
+
+def arguments_of(function: Any, *given: Any, **named: Any) -> dict[str, Any]:
+    """`inspect.getcallargs` of a kernel, whose call complains of what is missing."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    default = function.__defaults__ or ()
+    found = dict(zip(names[len(names) - len(default) :], default, strict=True))
+    return found | dict(zip(names, given, strict=False)) | named
+
+
+INSPECT = SimpleNamespace(**vars(inspect))
+INSPECT.getfullargspec, INSPECT.getcallargs = functools.cache(inspect.getfullargspec), arguments_of
+make_tensor = interpreter._implicit_cvt
+like: dict[Any, tl.tensor] = {}  # an argument of each type
+
+
+def argument(value: Any) -> Any:
+    """A kernel's argument as a tensor of one number, or of an address."""
+    if type(value) is int and -(2**31) <= value < 2**31:
+        kind, number = "i32", np.array([value], np.int32)
+    elif isinstance(value, torch.Tensor):
+        kind, number = value.dtype, np.array([value.data_ptr()], np.uint64)
+    else:
+        return make_tensor(value)
+    if kind not in like:
+        like[kind] = make_tensor(value)
+        code_of(like[kind])
+    made = object.__new__(tl.tensor)
+    made.__dict__ = {**like[kind].__dict__, "handle": handle(number, like[kind].type)}
+    return made
 
 
 find_np_dtype = interpreter._get_np_dtype
@@ -435,6 +485,8 @@ FAST: list[tuple[Any, str, Any]] = [
     (interpreter, "_patch_lang", patch_language),
     (interpreter.InterpretedFunction, "__call__", call),
     (interpreter.FunctionRewriter, "rewrite_ast", rewritten),
+    (interpreter, "inspect", INSPECT),
+    (interpreter, "_implicit_cvt", argument),
     (interpreter, "_get_np_dtype", np_dtype),
     (interpreter, "_convert_float", convert),
 ]
