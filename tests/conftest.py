@@ -17,6 +17,7 @@ import pytest
 
 from infcl_gen import processes
 from tests.forks import Servers
+from tests.imports import quicken
 
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=25, **_COMMON)
@@ -107,6 +108,11 @@ def _unsynced_files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_imports() -> None:
+    quicken()
 
 
 @pytest.fixture(autouse=True, scope="session")

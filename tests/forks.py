@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from infcl_gen import processes
+from tests.imports import quicken
 
 PRELOADED = ("torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest")
 # What wrappers of modules import in 2 s; it imports triton, so that kernels are not interpreted.
@@ -85,6 +86,7 @@ def serve(handle: int, interprets: bool) -> None:
     for name in PRELOADED if interprets else COMPILING:
         __import__(name)
     assert not (interprets and "triton" in sys.modules)  # which reads its environment as it is imported
+    quicken()
     gc.freeze()  # a collection in a forked process would copy these pages
     with socket.socket(fileno=handle) as requests:
         while True:

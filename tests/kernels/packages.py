@@ -7,14 +7,10 @@ that a hundred rows make several of each, with ragged last ones: for the interpr
 
 from __future__ import annotations
 
-import _imp
 import dataclasses
 import functools
 import hashlib
-import marshal
 import shutil
-import unittest.mock
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,27 +93,10 @@ def _make(made: Made, target: Path) -> None:
     )
 
 
-compile_source = SourceFileLoader.source_to_code
-runtimes: dict[bytes, bytes] = {}
-
-
-def source_to_code(self: Any, data: bytes, path: str, **options: Any) -> Any:
-    """All packages have the same runtime, which each process compiles once."""
-    if Path(path).parent.name != "_runtime":
-        return compile_source(self, data, path, **options)
-    if data not in runtimes:
-        runtimes[data] = marshal.dumps(compile_source(self, data, path, **options))
-    code = marshal.loads(runtimes[data])
-    _imp._fix_co_filename(code, path)  # as is done with what __pycache__ holds
-    return code
-
-
 @functools.cache
 def module(made: Made) -> ModuleType:
     """The package, imported."""
-    folder = generated(made)
-    with unittest.mock.patch.object(SourceFileLoader, "source_to_code", source_to_code):
-        loaded = import_package(folder, made.name)
+    loaded = import_package(generated(made), made.name)
     if made.small:
         schedule: Any = loaded._schedule
         # Of panels that are not square some have positives of a part of their rows.

@@ -72,10 +72,12 @@ class Interpreter:
 def main(pipe: Connection, folder: Path) -> None:
     import torch
 
+    from tests.imports import quicken
     from tests.kernels.interpreter import accelerate
     from tests.kernels.packages import use_folder
 
     use_folder(folder)
+    quicken()
     torch.set_num_threads(1)
     accelerate()
     os.fsync = lambda handle: None  # as in the process that runs the tests

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.verification.properties import Case, Inputs, autograd_results, inputs_of
+from tests.imports import quicken
 from tests.verification.dense import dense_loss
 
 HIDDEN = 5
@@ -60,6 +61,7 @@ def main(seat: Seat, pipe: Connection) -> None:
     # cuBLAS is repeatable only with a workspace of its own for each stream.
     os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **seat.environment})
     torch.set_num_threads(1)
+    quicken()
     if seat.environment.get("TRITON_INTERPRET") == "1":
         from tests.kernels.interpreter import accelerate
 

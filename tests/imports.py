@@ -1,0 +1,47 @@
+"""Imports of generated packages in less time: they have one runtime, which is compiled once."""
+
+from __future__ import annotations
+
+import _imp
+import functools
+import marshal
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import infcl_gen.runtime
+
+RUNTIME = Path(str(infcl_gen.runtime.__file__)).parent
+compile_source = SourceFileLoader.source_to_code
+
+
+@functools.cache
+def compiled(source: bytes) -> bytes:
+    return marshal.dumps(compile(source, "", "exec", dont_inherit=True))
+
+
+def source_to_code(self: Any, data: bytes, path: str, **options: Any) -> Any:
+    """That of a package's runtime is known, unless a test has edited it."""
+    if Path(path).parent.name != "_runtime":
+        return compile_source(self, data, path, **options)
+    code = marshal.loads(compiled(data))
+    _imp._fix_co_filename(code, path)  # as is done with what __pycache__ holds
+    return code
+
+
+def source_of(stacklevel: int) -> str:
+    """Where an operator was registered, for errors. torch's own also searches all modules for the line's text."""
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def quicken() -> None:
+    """In this process, and in those that are forked from it later."""
+    for file in RUNTIME.glob("*.py"):
+        compiled(file.read_bytes())
+    SourceFileLoader.source_to_code = source_to_code
+    if "torch" in sys.modules:
+        import torch._library.utils
+
+        torch._library.utils.get_source = source_of
