@@ -543,16 +543,13 @@ def _printed(derivation: Derivation) -> list[Expr]:
 
 def _stable(slope: Expr) -> Expr:
     """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits, and so for its negative."""
-    for sign in (1, -1):
 
-        def rest(each: Expr, sign: int = sign) -> Expr:
-            return 1 - sign * each if each.is_Add and len(each.args) == 2 else each
+    def stable(total: Expr) -> Expr:
+        one, rest = total.as_coeff_Add()
+        found = one in (1, -1) and (-one * rest).func == language.sigmoid
+        return one * language.sigmoid(-(-one * rest).args[0]) if found else total
 
-        slope = slope.replace(
-            lambda each, rest=rest: each.is_Add and rest(each).func == language.sigmoid,
-            lambda each, rest=rest, sign=sign: sign * language.sigmoid(-rest(each).args[0]),
-        )
-    return slope
+    return slope.replace(lambda each: each.is_Add, stable)
 
 
 def _bound(expression: Expr) -> float:
