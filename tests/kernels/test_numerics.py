@@ -20,7 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
-    "sogclr", "dclw", "weighed_by_all",
+    "sogclr", "dclw", "weighed_by_all", "weighed_by_column",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
