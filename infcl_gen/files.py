@@ -186,3 +186,10 @@ def record_folders() -> tuple[Path, Path]:
     installed = package / "_records"  # in a wheel; in a checkout they stand beside the package
     users = Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
     return users, installed if installed.is_dir() else package.parent / "tune" / "records"
+
+
+def template_folder() -> Path:
+    """`templates/`: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_templates"
+    return installed if installed.is_dir() else package.parent / "templates"

@@ -14,9 +14,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from infcl_gen.emission.package import read_package, write_package
-from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.files import cache_folder, lock, record_folders
+from infcl_gen.files import cache_folder, lock, record_folders, template_folder
 from infcl_gen.hardware import resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem
 from infcl_gen.version import __version__

@@ -12,16 +12,13 @@ from typing import Any
 
 import msgspec
 
-from infcl_gen.emission.render import content_digest, with_digest
 from infcl_gen.errors import InputError
 from infcl_gen.files import lock, lock_file_of, write_folder
-from infcl_gen.kernels import FAMILIES
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-# The files of a partial package, which is for a reader: those that differ from package to package.
-SPECIFIC_FILES = {*(family.file for family in FAMILIES), "loss.py", "schedule.py", "spec.py"}
 _LARGEST_FILE_BYTES = 4 << 20
+_DIGEST_LINE = re.compile(r'^    "digest": "[0-9a-f]*",\n', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,11 @@ def write_package(
 
 
 def specific_part(files: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The files of a partial package, with a digest of their own, and the paths that it leaves out."""
-    kept = {path: text for path, text in files.items() if path in SPECIFIC_FILES}
+    """The files of a partial package, which differ from package to package, with their digest; and the other paths."""
+    from infcl_gen.kernels import FAMILIES  # a package that is imported from the cache does not need them
+
+    specific = {*(family.file for family in FAMILIES), "loss.py", "schedule.py", "spec.py"}
+    kept = {path: text for path, text in files.items() if path in specific}
     return with_digest(kept), tuple(sorted(files.keys() - kept.keys()))
 
 
@@ -138,6 +138,25 @@ def kernels_of(source: str) -> list[dict[str, Any]]:
             arguments = [argument.arg for argument in node.args.args]
             found.append({"name": node.name, "line": node.lineno, "summary": summary, "arguments": arguments})
     return found
+
+
+def with_digest(files: Mapping[str, str]) -> dict[str, str]:
+    """The same files, sorted by path, with their digest in spec.py."""
+    line = f'    "digest": "{content_digest(files)}",\n'
+    spec = _DIGEST_LINE.sub(line, files["spec.py"], count=1)
+    return dict(sorted({**files, "spec.py": spec}.items()))
+
+
+def content_digest(files: Mapping[str, str]) -> str:
+    """sha256 over the sorted paths and texts, without the digest line of spec.py."""
+    digest = hashlib.sha256()
+    for path, text in sorted(files.items()):
+        if path == "spec.py":
+            text = _DIGEST_LINE.sub("", text, count=1)
+        content = text.encode()
+        digest.update(f"{path}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def manifest_text(files: Mapping[str, str], missing: Sequence[str] = ()) -> str:

@@ -3,7 +3,6 @@
 Runtime files are copied verbatim. The text depends on the arguments only: no date, no path, no order of a hash table.
 """
 
-import hashlib
 import math
 import re
 import textwrap
@@ -14,10 +13,12 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from infcl_gen.emission.package import with_digest
+from infcl_gen.files import template_folder
+
 LINE_WIDTH = 120  # of a literal
 ABSENT = "\0"  # in a hole of a template: its whole line is left out
 _PACKAGE = Path(__file__).resolve().parent.parent
-_DIGEST_LINE = re.compile(r'^    "digest": "[0-9a-f]*",\n', re.MULTILINE)
 
 
 class File(NamedTuple):
@@ -42,30 +43,11 @@ def render(files: Sequence[File]) -> dict[str, str]:
     return with_digest(found)
 
 
-def with_digest(files: Mapping[str, str]) -> dict[str, str]:
-    """The same files, sorted by path, with their digest in spec.py."""
-    line = f'    "digest": "{content_digest(files)}",\n'
-    spec = _DIGEST_LINE.sub(line, files["spec.py"], count=1)
-    return dict(sorted({**files, "spec.py": spec}.items()))
-
-
 def _tidy(text: str) -> str:
     """Without the lines of absent pieces, blanks at the end of lines, and more than two empty lines together."""
     text = re.sub(rf"^[ \t]*{ABSENT}\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
-
-
-def content_digest(files: Mapping[str, str]) -> str:
-    """sha256 over the sorted paths and texts, without the digest line of spec.py."""
-    digest = hashlib.sha256()
-    for path, text in sorted(files.items()):
-        if path == "spec.py":
-            text = _DIGEST_LINE.sub("", text, count=1)
-        content = text.encode()
-        digest.update(f"{path}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
 
 
 @jinja2.pass_context
@@ -138,12 +120,6 @@ def _flat(value: Any) -> str:
         single = "," if isinstance(value, tuple) and len(value) == 1 else ""
         return opening + ", ".join(key + _flat(item) for key, item in _items(value)) + single + closing
     raise TypeError(f"{type(value).__name__} has no literal")
-
-
-def template_folder() -> Path:
-    """`templates/`: inside the package in a wheel, beside it in a checkout."""
-    installed = _PACKAGE / "_templates"
-    return installed if installed.is_dir() else _PACKAGE.parent / "templates"
 
 
 @cache

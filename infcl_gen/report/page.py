@@ -4,8 +4,7 @@ from pathlib import Path
 
 import jinja2
 
-from infcl_gen.emission.render import template_folder
-from infcl_gen.files import write_file
+from infcl_gen.files import template_folder, write_file
 from infcl_gen.report.figures import WIDTH, Page
 from infcl_gen.version import __version__
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.emission.package import read_package, write_package
+from infcl_gen.emission.package import content_digest, read_package, write_package
 from infcl_gen.emission.pipeline import build_for
-from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InfclError, InputError, VerificationError
 from infcl_gen.files import timing_lock
 from infcl_gen.hardware import Cluster

@@ -22,9 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.emission.package import check_output, read_package, write_package
+from infcl_gen.emission.package import check_output, content_digest, read_package, write_package
 from infcl_gen.emission.pipeline import spec_inputs
-from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InfclError, InputError, ToolchainError, VerificationError
 from infcl_gen.files import check_folder
 from infcl_gen.hardware import Cluster

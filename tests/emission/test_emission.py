@@ -15,8 +15,8 @@ import infcl_gen
 from infcl_gen.emission import build, cache, read_package, rerender, write_package
 from infcl_gen.emission.lower import lower
 from infcl_gen.emission.pipeline import plan_problem
-from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InfclError, InputError, LockTimeoutError
+from infcl_gen.files import template_folder
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
 
@@ -248,7 +248,8 @@ def test_a_package_in_the_cache_is_found_without_sympy(tmp_path: Path) -> None:
         "import sys, torch\n"
         "from infcl_gen import ContrastiveLoss\n"
         "ContrastiveLoss('infonce')(torch.ones(2, 16), torch.ones(6, 16), 1.0, labels='own')\n"
-        "print(sorted({'sympy', 'infcl_gen.planning', 'torch._dynamo'} & set(sys.modules)))\n"
+        "unneeded = {'sympy', 'jinja2', 'infcl_gen.planning', 'infcl_gen.kernels', 'torch._dynamo'}\n"
+        "print(sorted(unneeded & set(sys.modules)))\n"
     )
     found = [
         subprocess.run(
@@ -291,7 +292,7 @@ def test_rerender_refuses_a_spec_with_a_wrong_problem(tmp_path: Path, problem: s
     files["spec.py"] = (
         f'{before}    "problem": {problem},\n{separator}{after}' if problem else before + separator + after
     )
-    from infcl_gen.emission.render import content_digest
+    from infcl_gen.emission.package import content_digest
 
     digest = re.search(r'"digest": "([0-9a-f]+)"', files["spec.py"])
     assert digest

@@ -15,8 +15,7 @@ import pytest
 
 from infcl_gen import cli
 from infcl_gen.emission import build, read_package, rerender
-from infcl_gen.emission.package import specific_part
-from infcl_gen.emission.render import with_digest
+from infcl_gen.emission.package import specific_part, with_digest
 from infcl_gen.inputs.problem import make_problem
 from tests.emission.golden import COST_MODEL, FOLDER, GOLDEN, WHOLE, golden_files, markdown
 

@@ -16,8 +16,8 @@ import pytest
 
 from infcl_gen import files
 from infcl_gen.emission import package
-from infcl_gen.emission.package import read_package, write_package
-from infcl_gen.emission.render import content_digest, literal
+from infcl_gen.emission.package import content_digest, read_package, write_package
+from infcl_gen.emission.render import literal
 from infcl_gen.errors import InputError, LockTimeoutError
 
 

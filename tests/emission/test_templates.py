@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infcl_gen.emission import build
-from infcl_gen.emission.render import template_folder
+from infcl_gen.files import template_folder
 from infcl_gen.inputs.problem import make_problem
 from tests.emission.golden import GOLDEN
 

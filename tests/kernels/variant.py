@@ -10,7 +10,8 @@ from pathlib import Path
 import jinja2
 
 import infcl_gen.kernels
-from infcl_gen.emission.render import _environment, template_folder
+from infcl_gen.emission.render import _environment
+from infcl_gen.files import template_folder
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.elementwise import product_kernels
 from infcl_gen.kernels.family import Family

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 import infcl_gen
 from infcl_gen import cli
 from infcl_gen.emission import build, read_package, rerender
-from infcl_gen.emission.render import content_digest
+from infcl_gen.emission.package import content_digest
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.planning import records

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.emission.lower import loss_template
-from infcl_gen.emission.render import template_folder
+from infcl_gen.files import template_folder
 from infcl_gen.losses import LossSpec, derive, loss_context
 from infcl_gen.verification.oracle import LossAndGrads
 

@@ -10,8 +10,7 @@ import pytest
 
 import infcl_gen
 from infcl_gen import version
-from infcl_gen.emission.package import manifest_text, read_package
-from infcl_gen.emission.render import content_digest
+from infcl_gen.emission.package import content_digest, manifest_text, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import doctor
 from infcl_gen.inputs.problem import make_problem
