@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "da2591ac1c646e4471576ef3488a5e56d316621718e64c2fe79b8e5fe518d797",
+    "digest": "2f03fc5cf18c8fd8894a7068c1ce766e81d63ef2cca0cf737be39f696231a6de",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "198857b5b3ce6a2e95b3bc95b36137fcc79674d152dbf4ad7ae7e58f4858e92e",
+    "digest": "1bad3859c54db15d967584ea059949e4415b4210a03c06f705375605d74c1f93",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -76,8 +76,8 @@ def loss_of_logits(x: Tensor) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
-    query_weight: Tensor | None = None, negatives: Tensor | None = None, query_state: Tensor | None = None,
-    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
+    query_weight: Tensor | None = None, key_weight: Tensor | None = None, negatives: Tensor | None = None,
+    query_state: Tensor | None = None, query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None, guide_keys: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
@@ -88,6 +88,7 @@ def reference(
     labels  must be None: key i is the positive of query i, so there are as many keys as queries.
     query_ids, key_ids  must be None.
     query_weight        must be None.
+    key_weight          must be None.
     negatives           must be None.
     query_state         must be None.
     query_scale         must be None.
@@ -111,6 +112,8 @@ def reference(
         raise ValueError("this loss takes no query_ids and key_ids")
     if query_weight is not None:
         raise ValueError("this loss takes no query_weight")
+    if key_weight is not None:
+        raise ValueError("this loss takes no key_weight")
     if negatives is not None:
         raise ValueError("this loss takes no negatives")
     if query_state is not None:

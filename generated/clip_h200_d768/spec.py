@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d8a054c26da54dc4cf7cb0986af859dceeb6463b9ffed3dd262ecf8d38ca8bfd",
+    "digest": "11697e1a11307e9c40ba2cdcbbbace89c70c5bf748df4020d2489d11d47fc64a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

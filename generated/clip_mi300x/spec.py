@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "3269a579475e9a0ea3f8297b6aa2daf85d9a8b94c4134f35f16dfb8fcae1a30c",
+    "digest": "10eb4adefd07de7000e01f849f026617195372a2b3a31720d4b038b18cbdafaa",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

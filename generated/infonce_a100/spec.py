@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "f889aa44f7e04468a78b32de84d56b635cb66c73dc6d13a437cda92ee76959f7",
+    "digest": "a57d6c5867db6fdc1a0c979b9499926f7871fb042acdb44207aa7a73ff19cef5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -205,8 +205,8 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
 
 
 def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
-    """What a loss of these `Traits` takes besides features: ids, weights of queries, one negative of each, the key
-    behind its own, a state, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's
+    """What a loss of these `Traits` takes besides features: ids, weights of queries and keys, one negative of each, the
+    key behind its own, a state, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's
     rows."""
     own = (*traits["vectors"], *traits["scaled"])
     found = own_ids(q, k, first) if "same_id" in traits["classes"] else {}
@@ -216,6 +216,8 @@ def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtyp
     behind = torch.arange(1, len(q) + 1, device=q.device)
     if "query_weight" in own:
         found["query_weight"] = behind / len(q)
+    if "key_weight" in own:
+        found["key_weight"] = torch.linspace(0.5, 1, len(k), device=k.device)
     if "negatives" in own:
         found["negatives"] = k.detach()[behind % len(k)][:, None]
     if "query_state" in own:

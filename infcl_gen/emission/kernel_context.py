@@ -65,6 +65,9 @@ cp = tl.where(sum_of_column == 0.0, float("-inf"), cp)""",
 sum_of_column = tl.where(sum_of_column == 0.0, float("inf"), sum_of_column / key_weight)
 tl.store(key_mantissa + i, sum_of_column.to(tl.float32), mask=i < queries)""",
 }
+_POSITIVE_OF_COLUMN = """\
+reference_of_column = tl.load(positive_key_reference + i, mask=i < queries, other=0.0)
+pc = positive_log2(z, slope, reference_of_column) * LN2 + shift"""
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -421,7 +424,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
             "positives_of_rows": "positives_of_rows", "positives_from_sums": True, "share_of_positive": _SHARE,
         }  # fmt: skip
     statements = derivation.statements_of_rows(pair_code, "tl.full((VECTOR_ROWS,), {}, tl.float64)", _ROWS_IN_FP64)
-    places = ("vectors + i", "vectors + vectors_stride + i", "vectors + 2 * vectors_stride + i")
+    places = ("vectors + i", "vectors + vectors_stride + i", *(f"vectors + {n} * vectors_stride + i" for n in (2, 3)))
     nothing = {
         "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
         "weight_of_nothing": "weight = tl.where(mantissa == 0.0, 0.0, weight)",
@@ -442,6 +445,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,
         **{name: text if plan.traits.crossed else ABSENT for name, text in _COLUMNS.items()},
         "plus_column": " + key_weight" * plan.traits.crossed,
+        "positive_of_column": _POSITIVE_OF_COLUMN if plan.traits.in_columns else ABSENT,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
         "pooled_numbers": _POOLED_NUMBERS if plan.traits.pooled else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
@@ -455,7 +459,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "y_of_positive": "z.to(tl.float64) * slope" if without else "positive_log2(z, slope, reference)",
         "g_of_positives": "positive_slope + through_z"
         + " + weight * tl.exp(p - r)" * (not without)
-        + " + second_weight * tl.exp(p * MULTIPLE - r2)" * (plan.traits.second and not without),
+        + " + second_weight * tl.exp(p * MULTIPLE - r2)" * (plan.traits.second and not without)
+        + " + key_weight * tl.exp(pc - cp)" * plan.traits.in_columns,
     }
 
 

@@ -224,7 +224,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",
-    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "cp": "log(block.keys, rows)",
+    "r2": "r2", "rp": "log(view(positive[3:, rows]))", "cp": "cp", "pc": "pc",
     "pooled": "pooled[0]", "pooled_slope": "pooled[1]",
 }  # fmt: skip
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
@@ -299,7 +299,8 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "g_of_positives": "slope"
         + " + through_z" * (by_z and traits.affine)
         + " + weight * torch.exp(p - r)" * (not without)
-        + " + second_weight * torch.exp(formulas.MULTIPLE * p - r2)" * (traits.second and not without),
+        + " + second_weight * torch.exp(formulas.MULTIPLE * p - r2)" * (traits.second and not without)
+        + " + key_weight * torch.exp(pc - cp)" * traits.in_columns,
         # An affine logit has one factor; others may have a factor of 0, by which nothing can be divided.
         "kept_through_z": f"positive[{4 + triangle}, rows] = through_z" if apart else ABSENT,
         "positives_by_z": (_BY_Z_OF_BOTH if triangle else _BY_Z) if apart else ABSENT,
@@ -350,6 +351,7 @@ def _torch_second(traits: Traits) -> dict[str, str]:
 
 
 _NOTED_COLUMNS = "part.positive[3, row], part.positive[4, row] = exponent[column], e[row, column]"
+_POSITIVE_OF_COLUMN = "pc = positive_logit(positive[0, rows], positive[3, rows], positive[4, rows], scale, bias)"
 _DIVIDED_COLUMNS = """\
 of_columns = block.keys.mantissa[rows]
         block.keys.mantissa[rows] = (of_columns / key_weight).masked_fill(of_columns == 0, torch.inf)"""
@@ -361,10 +363,13 @@ def _torch_columns(traits: Traits) -> dict[str, Any]:
         "about_columns": "keys.mantissa      that of the column of its positive over ac_i",
         "column_of_nothing": "key_weight = key_weight.masked_fill(block.keys.mantissa[rows] == 0, 0.0)",
         "divided_columns": _DIVIDED_COLUMNS,
+        "sum_of_column": "cp = log(block.keys, rows)",
     }
+    noted = traits.in_columns or not traits.crossed
     return {name: text if traits.crossed else ABSENT for name, text in found.items()} | {
-        "added_columns": "exponent = " * (not traits.crossed) + "add_(part.keys, x2, e, 0)",
-        "noted_columns": ABSENT if traits.crossed else _NOTED_COLUMNS,
+        "positive_of_column": _POSITIVE_OF_COLUMN if traits.in_columns else ABSENT,
+        "added_columns": "exponent = " * noted + "add_(part.keys, x2, e, 0)",
+        "noted_columns": _NOTED_COLUMNS if noted else ABSENT,
         "sums_of_positives": traits.has_keys and not traits.combined,
         "plus_column": " + key_weight" * traits.crossed,
     }

@@ -79,7 +79,8 @@ class Choice:
         if self.traits.several:
             return 4 + (self.traits.softmax_of_positives or self.traits.by_guide)
         if self.traits.combined:
-            return 4 + (not self.traits.affine) + self.traits.triangle + 2 * self.traits.second
+            fifth = not self.traits.affine or (self.traits.in_columns and self.strategy == "torch")
+            return 4 + fifth + self.traits.triangle + 2 * self.traits.second
         sums = 1 + self.traits.has_keys
         return 1 + sums * (2 if self.strategy == "torch" else 1)
 

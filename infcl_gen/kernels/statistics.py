@@ -90,7 +90,8 @@ def _combining(choice: Choice) -> tuple[Kernel, ...]:
     second = "second_exponent second_mantissa" * choice.traits.second
     partner = "partner_exponent partner_mantissa" * choice.traits.partnered
     columns = "key_exponent key_mantissa" * choice.traits.crossed
-    of_positive = f"positive_z positive_row_reference {SCALARS} {vectors}"
+    references = "positive_row_reference" + " positive_key_reference" * choice.traits.in_columns
+    of_positive = f"positive_z {references} {SCALARS} {vectors}"
     taken = f"query_exponent query_mantissa {second} {partner} {columns} {of_positive}"
     left = "positive_g scale_parts bias_parts query_terms" + " kept_z" * choice.traits.triangle
     combine = arguments(taken, "pooled_ptr" * bool(choice.traits.pooled), left, "queries all_queries all_keys")

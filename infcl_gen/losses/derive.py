@@ -10,8 +10,8 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
-Where query i and key i are a pair, and F has cp_i = c_i, too, dL/dx_ij also has ac_j * exp(x_ij - c_j) with
-ac_j = dF/dcp of query j: the sums of row and column of one index give the factor of a key.
+Where query i and key i are a pair, and F has cp_i = c_i, too, as the term of key i is part of it, dL/dx_ij also has
+ac_j * exp(x_ij - c_j) with ac_j = dF/dcp of query j: the sums of row and column of one index give the factor of a key.
 
 Where rows i and l are a pair, and F has rp_i = r_l, too, a_i = dF/dr + dF/drp of row l: its arguments are those of row
 i, with r and rp exchanged.
@@ -68,6 +68,7 @@ from infcl_gen.losses.printers import (
     m,
     next_state,
     p,
+    pc,
     pooled,
     pooled_slope,
     positive_z,
@@ -88,7 +89,8 @@ LONG_SLOPES = 60  # operations
 
 @dataclass(frozen=True)
 class Derivation:
-    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp, cp (see `printers`).
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp, cp, pc, uk (see
+    `printers`).
 
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
     gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
@@ -210,7 +212,18 @@ class Derivation:
         slopes = (self.positive_slope, self.through_z, self.scale_part, self.bias_part, *self.vector_slopes)
         expressions = (self.query_term, *slopes, *(self.of_pooled or ()))
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query, r2, rp, cp)
+        numbers = (
+            positive_z,
+            scale,
+            bias,
+            language.queries,
+            language.keys,
+            language.positives_of_query,
+            r2,
+            rp,
+            cp,
+            pc,
+        )
         known = (*numbers, pooled, pooled_slope, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
 
@@ -474,7 +487,7 @@ def _derived(form: Form) -> Derivation:
         query_weight=weight,
         second_weight=form.multiple * _slope_of_query(form, r2),
         key_weight=_slope_of_query(form, cp),
-        positive_slope=of_p,
+        positive_slope=of_p + _slope_of_query(form, pc),
         vector_slopes=tuple(
             form.next_state if keyword == "query_state" else _slope_of_query(form, each)
             for keyword, each in form.vectors.items()

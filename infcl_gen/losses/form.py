@@ -31,7 +31,26 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, cp, d, display, h, m, next_state, p, pooled, positive_z, r, r2, rp, state, u, x
+from infcl_gen.losses.printers import (
+    c,
+    cp,
+    d,
+    display,
+    h,
+    m,
+    next_state,
+    p,
+    pc,
+    pooled,
+    positive_z,
+    r,
+    r2,
+    rp,
+    state,
+    u,
+    uk,
+    x,
+)  # fmt: skip
 from infcl_gen.runtime.traits import Domain
 
 ONE = Integer(1)
@@ -154,7 +173,7 @@ _CLASSES = {is_positive, same_id}
 # Which pairs are above their query's threshold, in masks; and the class of pairs by what is compared with it.
 _IS_ABOVE = Symbol("is_above", real=True)
 _ABOVE = {z: "above", language.guide: "above_by_guide"}
-OWN = {"query_weight": u, "negatives": h, "query_state": state}
+OWN = {"query_weight": u, "key_weight": uk, "negatives": h, "query_state": state}
 SCALES = (language.query_scale, language.key_scale)
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _CONSTANTS = (language.detach, language.next_state)
@@ -170,6 +189,7 @@ _REDUCED = {
     language.mean_of_queries(x): d, language.query_state: state,
     language.of_positive(language.logsumexp_over_keys(x)): rp,
     language.of_positive(language.logsumexp_over_queries(x)): cp,
+    language.key_weight: uk,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -177,7 +197,6 @@ _OUTSIDE = {
     "is_positive": "is_positive stands outside of log-sum-exps: write it in their logit or where=, or write positive",
     "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
     "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
-    "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
     language.guide.name: "guide stands outside of means by it: write mean_by_softmax(x, guide), or it in a weight= "
     "or a where=",
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
@@ -225,13 +244,14 @@ def form_of(spec: LossSpec) -> Form:
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     formula = formula.replace(language.mean_of_keys, lambda over, *_: language.mean_of_keys(over))
-    known_outside = {x, positive_z, scale, bias, queries, keys, language.query_weight, language.query_state}
+    own_numbers = {language.query_weight, language.key_weight, language.query_state}
+    known_outside = {x, positive_z, scale, bias, queries, keys, *own_numbers}
     if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
     outside = sorted(map(str, formula.free_symbols - known_outside))
     if outside:
         raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
-    of_query = (language.query_weight, language.logsumexp_over_negatives(x), language.next_state)
+    of_query = (language.logsumexp_over_negatives(x), language.next_state)
     own = [display(each) if isinstance(each, Expr) else each.__name__ for each in of_query if formula.has(each)]
     refuse(
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
@@ -243,6 +263,7 @@ def form_of(spec: LossSpec) -> Form:
     query_term, key_term, of_means = _terms(formula, second)
     query_term, of_all = _with_pooled(spec, query_term, key_term)
     query_term, following = _with_next_state(query_term)
+    query_term, key_term = _crossed(spec, query_term, key_term, excluded)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     found += (_KNOWN[c],) * query_term.has(cp)
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
@@ -254,7 +275,7 @@ def form_of(spec: LossSpec) -> Form:
         (query_term.has(cp) and not query_term.has(r),
          "of_positive(logsumexp_over_queries(x)) has no kernel without a log-sum-exp over keys: exchange queries and "
          "keys, and write logsumexp_over_keys"),
-        (query_term.has(cp) and excluded[:1] != ("positive",),
+        (formula.has(language.of_positive) and query_term.has(cp) and excluded[:1] != ("positive",),
          "of_positive(logsumexp_over_queries(x)) has kernels where sums leave positives out: write where=1 - "
          "is_positive in both log-sum-exps, and positive(x) beside them"),
     )  # fmt: skip
@@ -268,9 +289,6 @@ def form_of(spec: LossSpec) -> Form:
                                        "positives='label'"))  # fmt: skip
         found += (Statistic("query", of_positives, p),)
     refuse(
-        (key_term != 0 and not _is_linear(query_term, r),
-         f"mean_over_queries({_in_words(query_term, second)}) has no kernel yet beside mean_over_keys: write "
-         "it alone, and call it once for each direction"),
         (key_term != 0 and "positive" in excluded,
          "where= that leaves out positives has no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
          "call it once for each direction"),
@@ -685,10 +703,28 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
         if term.has(other) or term.has(x):
             words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
             raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
-        if side == "keys" and not _is_linear(term, own):
-            raise LossError(f"mean_over_keys({_in_words(term)}) is not a sum of constant multiples of "
-                            "its parts: exchange queries and keys, and write mean_over_queries")  # fmt: skip
+        weights = ("query_weight", "key_weight")[:: 1 if side == "queries" else -1]
+        refuse((term.has(OWN[weights[1]]), f"{weights[1]} has no value in mean_over_{side}: write {weights[0]}"))
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
+
+
+def _crossed(spec: LossSpec, query_term: Expr, key_term: Expr, excluded: tuple[str, ...]) -> tuple[Expr, Expr]:
+    """F and G. Where these are no sums of constant multiples of their parts, G of key i becomes part of F of query i,
+    whose positive it is: there it is a function of cp, and of pc for p."""
+    if key_term == 0 or (_is_linear(query_term, r) and _is_linear(key_term, c)):
+        return query_term, key_term
+    once = "write mean_over_queries alone, and call it once for each direction"
+    refuse(
+        (not key_term.has(c), "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
+        (spec.positives != "diagonal", "logsumexp_over_queries needs positives='diagonal': write that, or "
+         "mean_over_queries without mean_over_keys"),
+        ("positive" in excluded, f"where= that leaves out positives has no kernel yet beside mean_over_keys: {once}"),
+        (not query_term.has(r), "such terms of keys have no kernel without a log-sum-exp over keys: exchange queries "
+                                "and keys, and write mean_over_queries"),
+        (query_term.has(r2), f"two log-sum-exps of a query have no kernel yet beside mean_over_keys: {once}"),
+        (query_term.has(cp), f"of_positive has no kernel yet beside mean_over_keys: {once}"),
+    )  # fmt: skip
+    return query_term + key_term.xreplace({c: cp, p: pc}), Integer(0)
 
 
 def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
@@ -724,9 +760,9 @@ def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[st
             )
         total += weight * each.args[0]
     unknown = sorted(map(str, total.free_symbols - {z, scale, bias, *_CLASSES}))
-    of_query = [name for name in ("query_weight", "query_state") if name in unknown]
-    refuse((of_query, f"{''.join(of_query[:1])} has no kernel yet in sum_over_pairs: write it in "
-            "mean_over_queries"))  # fmt: skip
+    of_side = [name for name in ("query_weight", "query_state", "key_weight") if name in unknown]
+    refuse((of_side, f"{''.join(of_side[:1])} has no kernel yet in sum_over_pairs: write it in "
+            f"mean_over_{'keys' if of_side == ['key_weight'] else 'queries'}"))  # fmt: skip
     if unknown:
         raise LossError(f"{', '.join(unknown)} has no kernel yet in sum_over_pairs: write terms of z, scale, bias, "
                         "is_positive and same_id")  # fmt: skip

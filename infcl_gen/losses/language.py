@@ -32,7 +32,7 @@ changes the terms of other queries, too: `derive` adds them up.
 | `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `positives_of_query`                 | query         | the number of a query's positives                            |
-| `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
+| `query_weight`, `key_weight`         | query, key    | the caller's weights, each in the mean over its side         |
 | `query_scale`, `key_scale`           | query, key    | the caller's factors of `z`: 1 / temperature of a sample     |
 | `query_state`                        | query         | the caller's state of the query, without gradient            |
 | `next_state(e)`                      | query         | e without its gradient, which becomes the state              |

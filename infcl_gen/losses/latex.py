@@ -19,12 +19,13 @@ from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "c_i", "m": "m_i", "d": "d_j",
-    "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
+    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "c_i", "pc": "p_i", "uk": "u'_i",
+    "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
     "pooled": "E", "pooled_slope": "S",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
+    "key_weight": r"u'_i = \text{the weight of key } i",
     "negatives": r"h_i = \log \sum_l e^{x(q_i \cdot n_{il})}",
 }
 _SCALES = {"query_scale": r"\beta_i", "key_scale": r"\gamma_j"}

@@ -12,18 +12,20 @@ from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, guide, is_positive, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import (
     Printer,
+    cp,
     d,
     dense_code,
     dense_code_of_several,
     display,
     m,
     p,
+    pc,
     pooled,
     positive_z,
     temporary,
     torch_code,
     x,
-)  # fmt: skip
+)
 
 LONGEST_LOSS = 100  # characters of the dense loss in one line
 _OF_BATCH = {scale, bias, queries, keys, pooled}  # alike for all queries
@@ -44,6 +46,8 @@ _PAIR = {
     "r2": "r2_i",
     "rp": "rp_i",
     "cp": "c_i",
+    "pc": "p_i",
+    "uk": "uk_i",
     "pooled": "E",
     "pooled_slope": "S",
     "queries": "M",
@@ -247,6 +251,7 @@ def _own_statistics(derivation: Derivation) -> dict[str, str]:
     following = derivation.form.next_state
     vectors = {
         "query_weight": "u_i = the weight of query i",
+        "key_weight": "uk_i = the weight of key i",
         "negatives": "h_i = log sum_l exp(x(q_i . n_il))",
         "query_state": "" if following is None else f"next_i = {display(following, _PAIR)}, which replaces state_i",
     }
@@ -377,7 +382,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("rp", form.partnered, "r[labels]"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
-        ("cp", form.crossed, "c"),
+        ("cp", form.formula.has(cp), "c"),
         ("p", p in read and not form.several, at_positives.format("x")),
         ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
         ("m", form.formula.has(m), "(x * o).sum(1) / o.sum(1)" if form.weight else "x.mean(1)"),
@@ -528,7 +533,8 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "and_further_weights": ", second_weight" * derivation.form.second + ", key_weight" * derivation.form.crossed,
         "of_partner": ", and of its positive's by that row's `rp`" * derivation.form.partnered,
         "about_partner": "\n    rp          r of its positive, whose own positive it is" * derivation.form.partnered
-        + "\n    cp          log-sum-exp over queries of its positive" * derivation.form.crossed,
+        + "\n    cp          log-sum-exp over queries of its positive" * derivation.form.crossed
+        + "\n    pc          p as that sum has it" * (pc.name in derivation.of_rows),
         "row_arguments": _broken(f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}"),
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(
@@ -563,14 +569,17 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py says of queries' own numbers."""
     own = derivation.form.vectors
     weight = "(M,) floating-point, the weight of each query"
+    weight_of_key = "(N,) floating-point, the weight of each key"
     negatives = "(M, H, D) floating-point, H further keys of each query"
     state = "(M,) floating-point, the state of each query, which stays as it is"
     return {
         "vectors": repr(tuple(own)),
         "weights": "query_weight" in own,
+        "weights_of_keys": "key_weight" in own,
         "further_keys": "negatives" in own,
         "state_of_queries": _STATE if "query_state" in own else _NO_STATE,
         "about_weights": f"{weight if 'query_weight' in own else 'must be None'}.",
+        "about_key_weights": f"{weight_of_key if 'key_weight' in own else 'must be None'}.",
         "about_negatives": f"{negatives if 'negatives' in own else 'must be None'}.",
         "about_state": f"{state if 'query_state' in own else 'must be None'}.",
     }

@@ -20,6 +20,7 @@ _PASSES = {"trips finished": "passes finished", "call number": "passes finished 
 _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
 # With check_ranks="never": the plan and frozen sides decide what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
+OWN_KEYS = "{} takes a query and its own key on one rank: give each rank as many keys as queries, not {} and {}"
 UNPAIRED = "{} pairs query i with key i, but there are {} queries and {} keys; infonce takes hard negatives"
 
 _labels_checked_alone: set[str] = set()  # digests of packages whose device labels were checked once, on one device
@@ -171,10 +172,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             )
     for rank, (rows, own) in enumerate(zip(layout.rows, layout.keys, strict=True)):
         if package.traits.own_keys and rows != own:
-            raise ValueError(
-                f"{package.loss_name} takes a query and its own key on one rank: give each rank as many keys as "
-                f"queries, not {own} and {rows} as rank {rank} has"
-            )
+            raise ValueError(f"{OWN_KEYS.format(package.loss_name, own, rows)} as rank {rank} has")
         if labelling == "own" and rows > own:
             where = f"rank {rank} has" if ranks > 1 else "there are"
             raise ValueError(

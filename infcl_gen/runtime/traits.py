@@ -35,8 +35,8 @@ class Traits:
                       kernel between the sweeps then makes the weight of its row
     even              whether that weight is one number for all rows that have positives, of which there may be several
     vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight",
-                      "negatives", whose log-sum-exp is such a number, and last "query_state", which has no gradient:
-                      forward makes the next state in its place
+                      "key_weight" of the key that is its positive, "negatives", whose log-sum-exp is such a number, and
+                      last "query_state", which has no gradient: forward makes the next state in its place
     held              numbers in fp64 of each query that torch holds at most while it computes that weight
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
@@ -160,6 +160,11 @@ class Traits:
         """Whether a query's term has the log-sum-exp over queries of its positive, the key of its index on its rank.
         Both sums together then make the factor of a key, which is known only once forward has ended."""
         return "logsumexp_of_column" in self.query_statistics
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether that sum of a column has its positive, too."""
+        return self.crossed and not self.without_positives
 
     @property
     def by_guide(self) -> bool:

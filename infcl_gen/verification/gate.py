@@ -455,9 +455,10 @@ class _OfQueries:
             numbers.append(c)
             errors.append(dc)
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
-        if inputs.query_weight is not None:
-            numbers.append(inputs.query_weight.to(x.dtype))
-            errors.append(self.v * numbers[-1].abs())
+        for weight in (inputs.query_weight, inputs.key_weight):
+            if weight is not None:
+                numbers.append(weight.to(x.dtype))
+                errors.append(self.v * numbers[-1].abs())
         if inputs.negatives is not None:
             n = inputs.negatives.to(x.dtype)
             z = torch.einsum("id,ild->il", q, n)

@@ -22,8 +22,8 @@ SLICE_ROWS = 2048
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
     for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
-    (M,), negatives (M, H, D), query_state (M,), query_scale (M,) and key_scale (N,) for losses with them; guide_queries
-    (M, D) and guide_keys (N, D) for losses with a guide."""
+    (M,), key_weight (N,), negatives (M, H, D), query_state (M,), query_scale (M,) and key_scale (N,) for losses with
+    them; guide_queries (M, D) and guide_keys (N, D) for losses with a guide."""
 
     q: Tensor
     k: Tensor | None
@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     query_weight: Tensor | None = None
+    key_weight: Tensor | None = None
     negatives: Tensor | None = None
     query_state: Tensor | None = None
     query_scale: Tensor | None = None
@@ -52,7 +53,7 @@ class Inputs(NamedTuple):
         of_queries = (
             "q", "labels", "query_ids", "query_weight", "negatives", "query_state", "query_scale", "guide_queries",
         )  # fmt: skip
-        of_keys = ("k", "key_ids", "key_scale", "guide_keys")
+        of_keys = ("k", "key_ids", "key_weight", "key_scale", "guide_keys")
         sides = {name: rows for name in of_queries} | {name: keys for name in of_keys}
         return self._replace(**{
             name: x[side] for name, side in sides.items() if (x := getattr(self, name)) is not None
@@ -67,9 +68,10 @@ class Inputs(NamedTuple):
     def vectors(
         self, mathematics: Any, q: Tensor, scale: Tensor, bias: Tensor, products: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, the
-        log-sum-exp of its own negatives, whose products with q are of another dtype, if given, and its state."""
-        found = [] if self.query_weight is None else [self.query_weight.to(scale.dtype)]
+        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, that
+        of its positive, the log-sum-exp of its own negatives, whose products with q are of another dtype, if given, and
+        its state."""
+        found = [x.to(scale.dtype) for x in (self.query_weight, self.key_weight) if x is not None]
         if self.negatives is not None:
             dtype = products or scale.dtype
             z = torch.einsum("id,ild->il", q.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
@@ -299,7 +301,7 @@ def numbers_of_rows(
     if partners is not None:
         found["rp"] = partners
     if columns is not None:
-        found["cp"] = columns
+        found |= {"cp": columns, "pc": p}
     names = mathematics.OF_ROWS
     found |= zip(names[len(names) - len(own) :], own, strict=True)
     if hasattr(mathematics, "of_all_positives"):

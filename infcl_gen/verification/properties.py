@@ -179,13 +179,16 @@ def neighbours(rows: int) -> Tensor:
 
 
 def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Weights of queries, some 0 and some negative; one to three negatives of each, by seed as hard as positives; a
-    state about that of a moving average in logarithms, of some -inf; scales of queries and of keys, from 1/2 to 2 and
-    of some keys 0."""
-    weight = negatives = state = query_scale = key_scale = None
+    """Weights of queries, and of keys, some 0 and some negative; one to three negatives of each, by seed as hard as
+    positives; a state about that of a moving average in logarithms, of some -inf; scales of queries and of keys,
+    from 1/2 to 2 and of some keys 0."""
+    weight = key_weight = negatives = state = query_scale = key_scale = None
     if "query_weight" in vectors:
         weight = torch.randn(case.queries, generator=generator)
         weight[weight.abs() < 0.3] = 0.0
+    if "key_weight" in vectors:
+        key_weight = torch.randn(case.keys, generator=generator)
+        key_weight[key_weight.abs() < 0.3] = 0.0
     if "negatives" in vectors:
         shape = (case.queries, 1 + case.seed % 3, case.dim)
         negatives = torch.nn.functional.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=2)
@@ -199,7 +202,7 @@ def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequenc
     if "key_scale" in vectors:
         key_scale = torch.exp2(2 * torch.rand(case.keys, generator=generator) - 1)
         key_scale[3::7] = 0.0
-    return weight, negatives, state, query_scale, key_scale
+    return weight, key_weight, negatives, state, query_scale, key_scale
 
 
 def _guides(case: Case, generator: torch.Generator) -> list[Tensor]:

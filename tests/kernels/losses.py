@@ -13,6 +13,7 @@ from tests.losses.specs import (
     OF_MULTIPLES,
     OF_ROWS,
     RATE,
+    SIDES,
     SMOOTH,
     spec,
 )
@@ -23,6 +24,7 @@ margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
 angular = spec(DERIVABLE["angular_margin"].formula, "label", "angular")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
+weighed_sides = SIDES
 rate, weighed_by_all, weighed_by_partner, weighed_by_column = RATE, BY_ALL, BY_PARTNER, BY_COLUMN
 near_and_ids = NEAR_AND_IDS
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()

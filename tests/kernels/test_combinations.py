@@ -71,6 +71,7 @@ def test_draws_cover_the_options() -> None:
         assert len({one.form for one in ones}) == 4 and len({one.temperature for one in ones}) == 3
         assert len({one.mask for one in ones}) >= 3 and len({one.term for one in ones}) >= 3
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
+        assert any(one.weighted and one.form == "both" for one in ones)
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
     assert [len(set(values)) for values in zip(*every, strict=True)] == [
         4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2, 3, 2, 3
@@ -99,7 +100,7 @@ def test_what_differs_is_noticed() -> None:
     one = dataclasses.replace(COMBINATIONS[name], reduction="mean")
     truth, sizes = truth_of(one, batch(one, 1, DIM))
     assert_same(one, truth, truth, sizes, EXACT)
-    for place in range(7):
+    for place in (0, 1, 2, 3, 4, 5, 7):
         wrong, size = list(truth), sizes[place]
         wrong[place] = truth[place] + 1e-11 * size * torch.ones_like(truth[place]) / truth[place].numel() ** 0.5
         with pytest.raises(AssertionError, match=r"is off by 1\.0e-11"):
@@ -179,7 +180,8 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
 
 def shards_of(one: Combination, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
     """Rows and keys of each rank: a rank's positives are its own first keys, or its rows are pairs of views."""
-    if one.form == "triangle" or one.above or one.crossed:
+    weighed_keys = one.form == "both" and (one.weighted or one.term != "plain")
+    if one.form == "triangle" or one.above or one.crossed or weighed_keys:
         rows = [2 * (n // 2) for n in rows] if one.positives == "own" or one.coupled else rows
         return rows, rows
     if one.positives == "own":

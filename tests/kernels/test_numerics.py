@@ -20,7 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
-    "sogclr", "dclw", "weighed_by_all", "weighed_by_column",
+    "sogclr", "dclw", "weighed_by_all", "weighed_by_column", "weighed_sides",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -152,6 +152,7 @@ RANKS = [
     ("panel", "sogclr", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
     ("panel", "dclw", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("panel", "weighed_by_all", "fp32", "gather"),
+    ("panel", "weighed_sides", "bf16", "ring"), ("panel", "weighed_sides", "fp32", "gather"),
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
     ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),

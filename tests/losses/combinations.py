@@ -25,6 +25,7 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
+    key_weight,
     logsumexp_over_all_positives,
     logsumexp_over_keys,
     logsumexp_over_negatives,
@@ -161,7 +162,8 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         term *= 1 + exp(each - logsumexp_over_all_positives(each))
     formula = mean_over_queries(term)
     if one.form == "both":
-        of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one, found)) - at_positive)
+        of_key = _TERMS[one.term](logsumexp_over_queries(other, *_where(one, found)), at_positive)
+        of_keys = mean_over_keys((key_weight if one.weighted else 1) * of_key)
         formula = formula / 2 + sympy.Rational(SHARE_OF_KEYS) * of_keys
     if one.smoothed:
         share = sympy.Rational(SMOOTHING) / (2 if one.form == "both" else 1)
@@ -231,12 +233,12 @@ def refusals(one: Combination) -> list[str]:
         "positives='id'": one.positives == "id" and of_keys,
         "positives='diagonal'": both and one.positives != "diagonal",
         "needs positives='label'": triangle and one.positives not in ("label", "own"),
-        "beside mean_over_keys": both and (one.term != "plain" or one.mask in ("positive", "both") or one.margin),
+        "beside mean_over_keys": both and (one.mask in ("positive", "both") or one.margin),
         "where=1 - is_self": triangle and one.mask in ("same_id", "both"),
         "kernels for logits affine in z": one.smoothed and one.capped,
         "give both sides": (one.smoothed or one.tempered) and triangle,
         "multiply the features of keys": one.tempered == "both" and one.hard,
-        "query_weight": (both or pairs) and one.weighted,
+        "query_weight": pairs and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
         "of_positive": (one.coupled and (one.weighted or one.hard or one.margin or one.pooled))
         or (one.crossed and (one.weighted or one.hard or one.pooled)),
@@ -283,7 +285,9 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
         terms = terms * (1 + torch.softmax(SHARPER[one.pooled] * of_each[:, :keys][is_own], 0))
     loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
     if one.form == "both":
-        loss = loss / 2 + SHARE_OF_KEYS * (_log(torch.where(kept, x.exp(), 0.0).sum(0)) - p).mean()
+        of_keys = _dense_term(one, _log(torch.where(kept, x.exp(), 0.0).sum(0)), p)
+        of_keys = of_keys if given.key_weight is None else given.key_weight.to(number) * of_keys
+        loss = loss / 2 + SHARE_OF_KEYS * of_keys.mean()
     return loss - smoothing
 
 
@@ -400,10 +404,10 @@ def _likely(one: Combination) -> Combination:
         positives, mask = "own" if one.positives == "diagonal" else "label", "positive" if one.mask else ""
         alone = {"weighted": False, "hard": False, "margin": "", "apart": False} if one.coupled else {}
         return dataclasses.replace(one, positives=positives, mask=mask, **alone)
-    one = dataclasses.replace(one, margin="", weighted=False, hard=False)
+    one = dataclasses.replace(one, margin="", hard=False)
     if one.form == "pairs":
-        return one
-    return dataclasses.replace(one, term="plain", positives="diagonal", mask="same_id" if one.mask else "")
+        return dataclasses.replace(one, weighted=False)
+    return dataclasses.replace(one, positives="diagonal", mask="same_id" if one.mask else "")
 
 
 def _plain(one: Combination) -> Combination:
@@ -480,7 +484,7 @@ def batch(
     q, k = features(count), None if one.form == "triangle" else features(others)
     if one.margin == "angular":
         assert k is not None and float((q @ k.T).abs().max()) < 0.9999, "the angle is near that of a tie"
-    labels = query_ids = key_ids = weight = negatives = None
+    labels = query_ids = key_ids = weight = key_weight = negatives = None
     if one.coupled and one.positives == "label":
         labels = torch.arange(count) ^ 1  # on its rank
     elif one.form == "triangle" and one.positives == "label":
@@ -498,13 +502,16 @@ def batch(
     if one.weighted:
         weight = torch.randn(count, generator=generator, dtype=torch.float32).double()
         weight[::7] = 0.0
+    if one.weighted and one.form == "both":
+        key_weight = torch.randn(others, generator=generator, dtype=torch.float32).double()
+        key_weight[1::6] = 0.0
     if one.hard:
         negatives = features(count, 1 + seed % 3)
     guides = _guides(one, q, k, generator, features, dtype) if one.above else {}
     scale_of = {"factor": SHARP, "logarithm": math.log(SHARP), "reciprocal": 1 / SHARP}
     of_queries, of_keys = (0.5 + torch.rand(n, generator=generator).double() / 2 for n in (count, others))
     return Inputs(
-        q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives,
+        q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, key_weight, negatives,
         query_scale=of_queries if one.tempered else None, key_scale=of_keys if one.tempered == "both" else None,
         **guides,
     )  # fmt: skip
@@ -530,7 +537,7 @@ def placed(given: Inputs, device: str, features: torch.dtype = torch.float64) ->
     return Inputs(*(x.to(device) if isinstance(x, Tensor) else x for x in found))
 
 
-NUMBERS = ("query_weight", "negatives", "query_scale", "key_scale")
+NUMBERS = ("query_weight", "key_weight", "negatives", "query_scale", "key_scale")
 NAMES = ("loss", "dq", "dk", "dscale", "dbias", *(f"of {name}" for name in NUMBERS))
 
 

@@ -13,6 +13,7 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
+    key_weight,
     keys,
     log,
     logsumexp_over_all_positives,
@@ -115,6 +116,13 @@ _TWO_SUMS = logsumexp_over_keys(X) + logsumexp_over_keys(2 * X) / 2 - 2 * positi
 BY_ALL = spec(
     mean_over_queries(logsumexp_over_keys(X) + query_weight * _WEIGHT_BY_ALL * _TWO_SUMS), name="weighed_by_all"
 )
+# A weight for each query and each key, beside terms that are no multiples of their sums.
+SIDES = spec(
+    mean_over_queries(query_weight * (logsumexp_over_keys(X, where=KEPT) - positive(X))) / 2
+    + mean_over_keys(key_weight * softplus(logsumexp_over_queries(X, where=KEPT) - positive(X))) / 3,
+    "diagonal",
+    "weighed_sides",
+)
 _CAPPED_LOGIT = 20 * tanh(scale * z / 20) + bias
 DERIVABLE = {
     "clip": CLIP,
@@ -179,6 +187,12 @@ DERIVABLE = {
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     "rate": RATE,
     "weighed_by_all": BY_ALL,
+    "weighed_sides": SIDES,
+    "squares_of_both": spec(
+        mean_over_queries(logsumexp_over_keys(X) + positive(X) ** 2)
+        + mean_over_keys(logsumexp_over_queries(X) ** 2 - positive(X) ** 2),
+        "diagonal",
+    ),
     "pooled_alone": spec(mean_over_queries(logsumexp_over_keys(X) - logsumexp_over_all_positives(positive(X) / 2))),
     "pooled_constant": spec(
         mean_over_queries(logsumexp_over_keys(X) * exp(logsumexp_over_all_positives(detach(positive(z)))) - positive(X))

@@ -73,6 +73,10 @@ each = positive(z) + positive(x) / 3
 weight = query_weight * (2 - queries * exp(each - logsumexp_over_all_positives(each)))
 both = logsumexp_over_keys(x) + logsumexp_over_keys(2 * x) / 2 - 2 * positive(x)
 BY_ALL = LossSpec("weighed_by_all", mean_over_queries(logsumexp_over_keys(x) + weight * both), positives="label")
+kept = 1 - same_id * (1 - is_positive)
+of_queries = mean_over_queries(query_weight * (logsumexp_over_keys(x, where=kept) - positive(x)))
+of_keys = mean_over_keys(key_weight * (logsumexp_over_queries(x, where=kept) - positive(x)))
+SIDES = LossSpec("weighed_sides_ids", (of_queries + of_keys) / 2)
 """
 SMOOTH = """
 from infcl_gen.losses.language import *
@@ -125,6 +129,7 @@ FILES = {
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
     "angular": "combined.py:ANGULAR", "debiased_keys": "combined.py:DEBIASED",
     "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD", "weighed_by_all": "own.py:BY_ALL",
+    "weighed_sides_ids": "own.py:SIDES",
     "tempered_infonce": "tempered.py:INFONCE", "tempered_clip_ids": "tempered.py:CLIP",
     "tempered_siglip": "tempered.py:SIGLIP", "tempered_hard": "tempered.py:HARD",
     "clip_prefixes": "prefixes.py:clip", "infonce_prefixes": "prefixes.py:infonce",

@@ -455,12 +455,13 @@ def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
         assert ast.get_docstring(node), name
         assert pickle.loads(pickle.dumps(exported)) is exported
     assert list(inspect.signature(package.contrastive_loss).parameters) == [
-        "q", "k", "scale", "bias", "labels", "query_ids", "key_ids", "query_weight", "negatives", "query_state",
-        "query_scale", "key_scale", "guide_queries", "guide_keys", "group", "grad_sync", "reduction", "check_ranks",
+        "q", "k", "scale", "bias", "labels", "query_ids", "key_ids", "query_weight", "key_weight", "negatives",
+        "query_state", "query_scale", "key_scale", "guide_queries", "guide_keys", "group", "grad_sync", "reduction",
+        "check_ranks",
     ]  # fmt: skip
     parameters = list(inspect.signature(package.ContrastiveLoss).parameters)
     assert parameters == [*CLIP_LOSS, "group", "grad_sync", "check_ranks"]
-    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-10] == CLIP_FORWARD
+    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-11] == CLIP_FORWARD
 
 
 BAD_MODULES = [

@@ -1,4 +1,4 @@
-"""Numbers of single queries: their weights, and the log-sum-exp of negatives that only they see."""
+"""Numbers of single queries and keys: their weights, and the log-sum-exp of negatives that only queries see."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from infcl_gen.runtime.table import Table
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, inputs_of
+from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import Edit
 from tests.verification.dense import dense, dense_loss
 
+from .in_process import World
 from .pool import Packages, Pool, results
 
-LOSSES = ("weighted", "hard", "gemini", "weighed_by_all")
+LOSSES = ("weighted", "hard", "gemini", "weighed_by_all", "weighed_sides_ids")
 X = torch.randn(6, 8, dtype=torch.float64)
 W, N = torch.rand(6, dtype=torch.float64), torch.randn(6, 2, 8, dtype=torch.float64)
+SIDES = "weighed_sides_ids"
 CLOSE = {"rtol": 1e-10, "atol": 1e-13}
 
 
 def drawn(package: ModuleType, seed: int = 1, rows: int = 70) -> Inputs:
-    return inputs_of(package, Case(rows, 93, 8, "fp64", 3.0, -1.0, seed=seed))
+    keys = rows if package.SPEC["positives"] == "diagonal" else 93
+    return inputs_of(package, Case(rows, keys, 8, "fp64", 3.0, -1.0, seed=seed))
 
 
 def leaves_of(inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
@@ -74,14 +79,15 @@ def test_one_device_against_the_definition(packages: Packages, loss: str, seed: 
     assert_close([package.reference(*inputs[:4], **inputs.given)], expected[:1])
 
 
-@pytest.mark.parametrize("wanted", ["query_weight", "negatives"])
-def test_one_gradient_alone(packages: Packages, wanted: str) -> None:
-    package = packages("hard")
+@pytest.mark.parametrize(
+    ("loss", "wanted", "place"), [("hard", "query_weight", 5), ("hard", "negatives", 6), (SIDES, "key_weight", 6)]
+)
+def test_one_gradient_alone(packages: Packages, loss: str, wanted: str, place: int) -> None:
+    package = packages(loss)
     inputs = drawn(package)
     leaf = getattr(inputs, wanted).clone().requires_grad_()
     value = package.contrastive_loss(*inputs[:4], **inputs.given | {wanted: leaf})
-    place = {"query_weight": 5, "negatives": 6}[wanted]
-    assert_close(torch.autograd.grad(value, leaf), truth("hard", inputs)[place : place + 1])
+    assert_close(torch.autograd.grad(value, leaf), truth(loss, inputs)[place : place + 1])
 
 
 def test_in_a_module_in_inference_and_by_strides(packages: Packages) -> None:
@@ -141,6 +147,8 @@ def test_gradients_have_the_dtype_of_what_they_are_of(packages: Packages) -> Non
 
 WEIGHT = r"query_weight must be a dense floating-point tensor of shape \(6,\) on cpu"
 HARD = r"negatives must be a dense floating-point tensor of shape \(6, H, 8\), with H at least 1, on cpu"
+IDS = torch.arange(6)
+GIVEN = {"query_weight": W, "query_ids": IDS, "key_ids": IDS}
 BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("weighted", {}, ValueError, f"^weighted needs query_weight: {WEIGHT}$"),
     ("weighted", {"query_weight": 1.0}, TypeError, f"{WEIGHT}, not float$"),
@@ -153,6 +161,9 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("hard", {"query_weight": W, "negatives": N[:, 0]}, ValueError, rf"{HARD}, not of shape \(6, 8\)$"),
     ("hard", {"query_weight": W, "negatives": N[:, :0]}, ValueError, rf"{HARD}, not of shape \(6, 0, 8\)$"),
     ("hard", {"query_weight": W, "negatives": N[:, :, 1:]}, ValueError, rf"{HARD}, not of shape \(6, 2, 7\)$"),
+    (SIDES, GIVEN, ValueError, f"^{SIDES} needs key_weight: {WEIGHT.replace('query', 'key')}$"),
+    (SIDES, {**GIVEN, "key_weight": W[1:]}, ValueError, r"key_weight must be .*, not of shape \(5,\)$"),
+    ("clip", {"key_weight": W}, ValueError, "clip has no weights of keys: key_weight must be None$"),
     ("clip", {"query_weight": W}, ValueError, "clip has no weights of queries: query_weight must be None$"),
     ("siglip", {"negatives": N}, ValueError, "siglip has no negatives of single queries: negatives must be None$"),
 ]
@@ -201,6 +212,41 @@ def test_over_ranks(
     assert_close(over_ranks(pool, packages(loss, **way).__name__, rows, keys), expected)
 
 
+@pytest.mark.parametrize("rows", [[33, 40], [0, 7]])
+@pytest.mark.parametrize("way", [RING, GATHER], ids=["ring", "gather"])
+def test_weights_of_keys_over_ranks(pool: Pool, packages: Packages, way: dict[str, Any], rows: list[int]) -> None:
+    """The statistics of keys change between the phases, and travel with the keys in backward."""
+    case = Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1)
+    expected = truth(SIDES, inputs_of(packages(SIDES), case))
+    assert_close(over_ranks(pool, packages(SIDES, **way).__name__, rows, rows), expected)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_weights_of_keys_over_more_ranks(packages: Packages, ranks: int) -> None:
+    """By threads in this process: a ring's keys then visit ranks that are neither first nor last."""
+    package, rows = packages(SIDES), [5, 0, 9, 3][:ranks]
+    inner = package.ContrastiveLoss._package
+    inputs = inputs_of(package, Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1))
+    expected = dense(SIDES, *inputs)
+
+    def step(rank: int) -> list[Any]:
+        part = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+        own = inputs.of_rank(part, part)
+        return list(package.loss_and_grads(*own[:4], **own.given))
+
+    for transport, nodes in (("ring", 1), ("ring", 2), ("gather", 1)):
+        if ranks % nodes == 0:
+            table = Table(transport, nodes, ranks // nodes, False, inner.table.travelling)
+            assert_close(averaged(World(package, ranks, tables={ranks: table}).run(step)), expected)
+
+
+def test_keys_of_other_ranks_have_no_weights(packages: Packages) -> None:
+    """A key is weighed together with its query, so that both must be on one rank."""
+    package = packages(SIDES)
+    with pytest.raises(ValueError, match="give each rank as many keys as queries, not 5 and 6"):
+        package.contrastive_loss(X, X[1:], 2.0, query_weight=W, key_weight=W[1:], query_ids=IDS, key_ids=IDS[1:])
+
+
 def test_ranks_must_agree_on_what_they_give(pool: Pool, packages: Packages) -> None:
     package = packages("weighted", **RING).__name__
     answers = pool.run("own_gradients", (0, 1), {1: {"without": True}}, package=package, ranks=(0, 1), rows=[4, 4],
@@ -226,12 +272,20 @@ BUGS: dict[str, Edit] = {
         "package.loss.logit(z, scale, bias).logsumexp(1)",
         "package.loss.logit(z, scale.detach(), bias).logsumexp(1)",
     ),
+    "columns of keys keep their sums": (SCHEDULE, "(of_columns / key_weight)", "of_columns"),
+    "positives without their columns": (SCHEDULE, " + key_weight * torch.exp(pc - cp)", ""),
+    "weights of keys for those of queries": (
+        API,
+        "for x in (query_weight, key_weight)",
+        "for x in (key_weight, query_weight)",
+    ),
     "negatives of the next query": (API, "negatives.to(dtype)).sum(2)", "negatives.roll(1, 0).to(dtype)).sum(2)"),
 }
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
-    wrong = importlib.import_module(planted(name, "hard", (BUGS[name],)))
+    loss = SIDES if "keys" in name or "columns" in name else "hard"
+    wrong = importlib.import_module(planted(name, loss, (BUGS[name],)))
     with pytest.raises(AssertionError):
-        test_one_device_against_the_definition(lambda _: wrong, "hard", 1)
+        test_one_device_against_the_definition(lambda _: wrong, loss, 1)

@@ -26,6 +26,7 @@ def dense_loss(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
     query_scale: Tensor | None = None,
@@ -46,7 +47,8 @@ def dense_loss(
     view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
     sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
     label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
-    logit. "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
+    logit. "weighed_sides_ids" is the mean of both directions of infonce_ids, with a weight for each query and each key.
+    "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
     the fourth root of the sum of e^(x/2) over that of e^x). "weighed_by_all" weighs r + r2/2 - 2p, of the sums of e^x
     and e^(2x), by the caller's weight, times 2 - e^(z + p/3) over the mean of these of all positives, and adds r.
     "distill" is the first cross-entropy of OpenCLIP's `DistillClipLoss.dist_loss`, with the guide's similarities as the
@@ -127,6 +129,10 @@ def dense_loss(
         others = torch.arange(len(k), device=q.device) != own[:, None]
         name, logits = name.removesuffix("_ids"), torch.where(same & others, -torch.inf, logits)
     p = logits.gather(1, own[:, None])[:, 0]
+    if name == "weighed_sides":
+        assert query_weight is not None and key_weight is not None and labels is None
+        of_queries = -(query_weight.to(q) * logits.log_softmax(1).diagonal()).sum() / len(q)
+        return (of_queries - (key_weight.to(q) * logits.log_softmax(0).diagonal()).sum() / len(k)) / 2
     if name == "angular":  # of arXiv 1801.07698: cos(theta + 0.3) in place of cos(theta), before the cap
         z = q @ k.T
         angle = torch.cos(torch.arccos(z.gather(1, own[:, None]).clamp(-1 + 1e-12, 1 - 1e-12)) + 0.3)
@@ -283,6 +289,7 @@ def dense(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     query_weight: Tensor | None = None,
+    key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
     query_scale: Tensor | None = None,
@@ -294,7 +301,7 @@ def dense(
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    own = query_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
+    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
     loss = dense_loss(name, *leaves, labels, query_ids, key_ids, *own)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
@@ -338,6 +345,7 @@ def by_shares(
     query_ids: torch.Tensor | None = None,
     key_ids: torch.Tensor | None = None,
     query_weight: torch.Tensor | None = None,
+    key_weight: torch.Tensor | None = None,
     negatives: torch.Tensor | None = None,
     query_state: torch.Tensor | None = None,
     query_scale: torch.Tensor | None = None,
@@ -356,8 +364,8 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    own = query_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
-    assert (query_ids, key_ids, *own) == (None,) * 9
+    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
+    assert (query_ids, key_ids, *own) == (None,) * 10
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

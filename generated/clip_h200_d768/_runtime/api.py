@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import replay
+from .agreement import OWN_KEYS, announce_rejection
 from .agreement import BatchTooLargeError as BatchTooLargeError
-from .agreement import announce_rejection
 from .group import ALONE, resolve
 from .launch import INTERPRETED
 from .ops import differentiable, keep_state, register, traced, wanted
@@ -29,7 +29,8 @@ from .warmup import warm_up
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
 _GUIDES = "guide_queries", "guide_keys"
 _OWN = {
-    "query_weight": "weights of queries", "negatives": "negatives of single queries",
+    "query_weight": "weights of queries", "key_weight": "weights of keys",
+    "negatives": "negatives of single queries",
     "query_state": "state of queries",
     "query_scale": "scales of single queries", "key_scale": "scales of single keys",
 }  # fmt: skip
@@ -96,7 +97,7 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
         sides = zip((dq, dk), given[:2], strict=True)
         dq, dk = (None if x is None else x.to(like.dtype) for x, like in sides)
         if "negatives" in package.traits.vectors:
-            found = _through_negatives(package, given, called.vectors[1], saved.of_vectors[package.traits.weighed - 1])
+            found = _through_negatives(package, given, called.vectors[2], saved.of_vectors[package.traits.weighed - 1])
             sums = zip((dq, dscale, dbias), found, strict=True)
             dq, dscale, dbias = (None if a is None else a + b for a, b in sums)
         scales = _scales(package, called.vectors)
@@ -109,7 +110,7 @@ def _through_negatives(package: Package, call: Call, negatives: Tensor, upstream
     with torch.inference_mode(False), torch.enable_grad():
         # Copies: autograd keeps no tensor of inference mode.
         q, scale, bias = (x.detach().clone().requires_grad_() for x in (call.q, call.scale, call.bias))
-        found = _vectors(package, q, scale, bias, None, negatives.detach().clone(), None)
+        found = _vectors(package, q, scale, bias, None, None, negatives.detach().clone(), None)
         return torch.autograd.grad(found, (q, scale, bias), upstream[None], materialize_grads=True)
 
 
@@ -164,6 +165,7 @@ class ContrastiveLoss(nn.Module):
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
         query_weight: Tensor | None = None,
+        key_weight: Tensor | None = None,
         negatives: Tensor | None = None,
         query_state: Tensor | None = None,
         query_scale: Tensor | None = None,
@@ -177,7 +179,7 @@ class ContrastiveLoss(nn.Module):
         if self.world_size is not None or self.rank is not None:
             self._check_world()
         features, numbers = (image_features, text_features), (logit_scale, logit_bias)
-        own = query_weight, negatives, query_state, query_scale, key_scale
+        own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
         of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
         loss = self._loss(*features, *numbers, own, *of_pairs, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -244,7 +246,7 @@ def accepted(package: Package, call: Call) -> Call:
     scale = _scalar(names[2], scale, package, q)
     bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
     q, k = (x if a is None else scaled(x, a) for x, a in zip((q, k), _scales(package, passed), strict=True))
-    vectors = _vectors(package, q, scale, bias, *passed[:3]) if package.traits.vectors else None
+    vectors = _vectors(package, q, scale, bias, *passed[:4]) if package.traits.vectors else None
     return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, guide_queries, guide_keys, options)
 
 
@@ -396,11 +398,13 @@ def _check_guides(package: Package, call: Call) -> None:
 
 def _check_vectors(package: Package, call: Call) -> None:
     for (name, what), x in zip(_OWN.items(), call.vectors or (None,) * len(_OWN), strict=True):
-        q = call.k if name == "key_scale" else call.q
+        q = call.k if name in ("key_weight", "key_scale") else call.q
         if name not in (*package.traits.vectors, *package.traits.scaled):
             if x is not None:
                 raise ValueError(f"{package.loss_name} has no {what}: {name} must be None")
             continue
+        if name == "key_weight" and len(call.q) != len(call.k):
+            raise ValueError(OWN_KEYS.format(package.loss_name, len(call.k), len(call.q)))
         if _is_vector(name, x, q):
             continue
         rows = _shape(q)[0]
@@ -440,6 +444,7 @@ def _vectors(
     scale: Tensor,
     bias: Tensor,
     query_weight: Tensor | None,
+    key_weight: Tensor | None,
     negatives: Tensor | None,
     query_state: Tensor | None,
 ) -> Tensor:
@@ -449,7 +454,7 @@ def _vectors(
     element by element: a matrix product might round to bf16 or tf32.
     """
     dtype = package.schedule.STATISTICS_DTYPE
-    found = [] if query_weight is None else [query_weight.to(dtype)]
+    found = [x.to(dtype) for x in (query_weight, key_weight) if x is not None]
     if negatives is not None:
         z = (q.to(dtype)[:, None] * negatives.to(dtype)).sum(2)
         found.append(package.loss.logit(z, scale, bias).logsumexp(1))
@@ -460,7 +465,7 @@ def _vectors(
 
 def _state(call: Call) -> Tensor | None:
     """The state that a call passes, before it is accepted."""
-    return None if call.vectors is None else call.vectors[2]
+    return None if call.vectors is None else call.vectors[3]
 
 
 def _scales(package: Package, own: tuple[Any, ...] | None) -> tuple[Tensor | None, Tensor | None]:
