@@ -8,14 +8,7 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels.arguments import GUIDE_STRIDES, SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
-from infcl_gen.kernels.gradient import (
-    ID_BLOCKS,
-    SEVERAL_BLOCKS,
-    SLAB_BLOCKS,
-    GradientTile,
-    beside_prefixes,
-    few_numbers,
-)
+from infcl_gen.kernels.gradient import ID_BLOCKS, SLAB_BLOCKS, GradientTile, beside_prefixes, few_block
 
 DEEP = 768  # from this depth on, one program with a large tile beats two small ones, whose epilogues hide each other
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
@@ -42,8 +35,8 @@ class ForwardTile(Tile):
         found = super().tabulated(architecture, choice)
         if choice.slabs:  # sums over columns for each prefix
             return beside_prefixes(SLAB_FORWARD_BLOCKS[architecture], choice)
-        if few_numbers(choice):
-            return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
+        if few := few_block(architecture, choice):
+            return few
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms

@@ -48,6 +48,9 @@ SEVERAL_BLOCKS = {
     "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
     "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
 }
+# A thread's 64 numbers of z and of a guide's similarity take 255 registers of sm_90. At 65 536 x 768 on an H200 distill
+# takes 79 ms, gist 78; with half of the keys 101 and 93.
+GUIDE_BLOCKS = {"hopper": Block(128, 128, 64, 8, 3)}
 # A thread holds 64 numbers of z, and of g of each prefix 64 in 32 registers: with 4 prefixes it takes 255 of sm_90.
 # That takes 27.8 ms at 65 536 x 768 on an H200; tiles of 64 x 64, and g in fp32, 34.
 SLAB_BLOCKS = {
@@ -77,8 +80,8 @@ class GradientTile(Tile):
         return block.rows * block.keys * (2 + len(choice.slabs)) // 2
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
-        if few_numbers(choice):
-            return SEVERAL_BLOCKS[architecture][choice.operand_bytes > 2]
+        if few := few_block(architecture, choice):
+            return few
         if choice.slabs:
             return beside_prefixes(SLAB_BLOCKS[architecture], choice)
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
@@ -96,13 +99,16 @@ def beside_prefixes(block: Block, choice: Choice) -> Block:
     return dataclasses.replace(block, keys=block.keys // (1 + (len(choice.slabs) > MOST_PREFIXES)))
 
 
-def few_numbers(choice: Choice) -> bool:
-    """Whether a thread has registers for few numbers of z: two statistics take them, a guide's similarities, and exact
-    products of fp32, whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these, but for
-    those with thresholds. Ids beside thresholds spill 32 bytes."""
+def few_block(architecture: str, choice: Choice) -> Block | None:
+    """The tile where a thread has registers for few numbers of z: two statistics take them, a guide's similarities, and
+    exact products of fp32, whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these, but
+    for those with thresholds. Beside them ids spill 32 bytes; beside a guide, pointers at D = 200 1 040."""
     traits, wide = choice.traits, choice.operand_bytes > 2
     few = traits.guide or traits.ids or wide if traits.thresholds else traits.sorted_ids and wide
-    return traits.two_statistics or few
+    if not (traits.two_statistics or few):
+        return None
+    roomy = traits.guide and choice.descriptors and not wide and not traits.ids and choice.inner_dim % 32 == 0
+    return (GUIDE_BLOCKS.get(architecture) if roomy else None) or SEVERAL_BLOCKS[architecture][wide]
 
 
 def _has_registers(choice: Choice) -> bool:
