@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2f03fc5cf18c8fd8894a7068c1ce766e81d63ef2cca0cf737be39f696231a6de",
+    "digest": "194d6564ced7acf43d016ea8da80d3e4971171f8a1e47a0d458c005bf67a5f9c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

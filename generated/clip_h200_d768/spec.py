@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "11697e1a11307e9c40ba2cdcbbbace89c70c5bf748df4020d2489d11d47fc64a",
+    "digest": "66d76ec34e8d381e5583ca80970df9d99b109b57bd80dd95b8c253cde5851c43",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

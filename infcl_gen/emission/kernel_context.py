@@ -102,7 +102,7 @@ _BELOW_OF_SIDES = f"""{_BELOW}
 of_rows = tl.where(out_of_rows, float("-inf"), below)
 of_columns = tl.where(out_of_columns, float("-inf"), below)"""
 _PLACES_OF_COLUMNS = f"""\
-column_places = tl.load(key_labels + columns, mask=columns < summed_keys, other=-1) - first_query
+column_places = tl.load(key_labels + columns, mask=columns < keys, other=-1) - first_query
 column_places = {_clamped("column_places")}"""
 _OWN_SHARE = "lacking({0}s, here, z, {1}, {2}_exponent, {2}_mantissa, slope)"
 _OWN_G = "QUERY_SHARE * tl.load({1} + {0}s, mask=here, other=0.0)"

@@ -18,7 +18,7 @@ _ALL = {
     "key_positive_z": "block.key_positive[0]", "key_positive_reference": "block.key_positive[1]",
     "partner_exponent": "positive[3]", "partner_mantissa": "positive[4]",
     "key_positive_g": "block.key_positive[0]", "kept_z": "positive[4]", "key_kept_z": "block.key_positive[4]",
-    "DIAGONAL": "block.diagonal", "summed_keys": "n if block.own else 0",
+    "DIAGONAL": "block.diagonal",
     "first_positive": "block.positives", "first_key": "block.first_key",
     "sum_of_positives": "block.positive[0]", "number_of_positives": "block.positive[1]",
     "exponent_of_positives": "block.positive[4]",
@@ -129,22 +129,11 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "exponent": "keys.exponent", "mantissa": "keys.mantissa",
     }),
 }  # fmt: skip
-_OF_ROWS_AND_OWN_COLUMNS = """\
-(cdiv(m, kernels.POSITIVE_ROWS.value)
-            + block.own * cdiv(n, kernels.POSITIVE_ROWS.value),)"""
 _OF_IDS: dict[str, tuple[str, dict[str, str]]] = dict.fromkeys(  # where positives are found by them
     ("positives", "gradient_positives"), ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", {})
 )
-_ANY_LABELS = {"key_labels": "block.key_labels if block.own else block.positives"}  # where columns have no sums
 _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
-    "forward": ("grid", _LAUNCHES["forward"][1] | _ANY_LABELS),
-    "forward_wide": ("grid", _PARTS | _ANY_LABELS),
-    "positives": (_OF_ROWS_AND_OWN_COLUMNS, _PARTS | {
-        "strip": "_strip(m, n)",
-        **_ANY_LABELS,  # and any tensors
-        "key_positive_z": "(block.key_positive if block.own else positive)[0]",
-        "key_positive_reference": "(block.key_positive if block.own else positive)[1]",
-    }),
+    "positives": (_OF_BOTH.format("kernels.POSITIVE_ROWS.value"), _PARTS | {"strip": "_strip(m, n)"}),
     "mirror": ("(blocks, blocks)", {"g": "tiles", "g_stride": "tiles.stride(0)"}),
     "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), _COMBINED),
 }  # fmt: skip

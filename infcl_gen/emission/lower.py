@@ -375,7 +375,6 @@ def _torch_columns(traits: Traits) -> dict[str, Any]:
     }
 
 
-_SECOND_SUMS = "sum_i g_ij q_i to dk (n, D); one of them may be None, and is not computed"
 _MEANS_LEFT = "positive[0, rows] = slope / n"
 _SOFTMAX_LEFT = """\
 positive[0, rows] = (positive[0, rows] / slope).masked_fill(~found, torch.inf)
@@ -412,12 +411,9 @@ def _torch_several(traits: Traits, x2: str) -> dict[str, Any]:
         if softmax
         else "positive[0, rows] / (LOG2E * n)",
         "left_of_positives": _SOFTMAX_LEFT if softmax else _MEANS_LEFT,
-        "or_none": "" if triangle else " | None",
-        "dk_type": "None" if triangle else "Tensor | None",
+        "and_off_the_diagonal": " and not part.diagonal" * triangle,  # where panels are whole
         "of_sides": "both sides'" if triangle else "queries'",
-        "second_sums": "of own rows above the diagonal sum_i g_ij q_i to dq_j" if triangle else _SECOND_SUMS,
         "gradient_of_pair": "M * (dL/dx_ij + dL/dx_ji)" if triangle else "M * dL/dx",
-        "arrives": "behind the first work" if triangle else "before `dk` is touched",
         "z_after_shares": "is overwritten" if traits.affine else "stays",
         "x2_of_rows": x2,
         "shares_of_positives": shares,

@@ -71,6 +71,8 @@ def schedule_context(
         "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
         "placed": plan.traits.placed,
         "apart": plan.traits.apart,
+        "triangle": triangle,
+        "and_of_columns": ", and to those of its columns" * triangle,
         "noted_positives": _BY_GUIDE
         if plan.traits.by_guide
         else "_positives(part)"
@@ -136,9 +138,6 @@ def schedule_context(
         "merged": _MERGED if triangle else _MERGED_TWICE if plan.traits.second else launch["merge"],
         "second_of_rows": _SECOND_OF_ROWS if plan.traits.second else ABSENT,
         "second_of_columns": _SECOND_OF_COLUMNS if plan.traits.second else ABSENT,
-        "second_sums": _SUMS_OF_ROWS if triangle else "sum_i g_ij q_i to dk (n, D), both fp32 and contiguous",
-        "dk": "dq" if triangle else "dk",  # where the second sums go
-        "arrives": "behind the first launches" if triangle else "before `dk` is touched",
         "whole_on_the_diagonal": _WHOLE_ON_THE_DIAGONAL if triangle else ABSENT,
     }
 
@@ -156,20 +155,19 @@ _SORTED_IDS = "block = _with_sorted_ids(block, {})"
 _NO_POSITIVES = """\
 if fresh_queries:
     block.positive.zero_()"""
-_MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
+_MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_keys and row0 == 0)"
 _FORWARD_PARTS = "cdiv(n, kernels.FORWARD_KEYS.value)"
 _MERGED_TWICE = f"""\
 fresh = fresh_queries and key0 == 0
     _merge(scratch.row_parts, {_FORWARD_PARTS}, part.queries, fresh)
     _merge(scratch.row_second, {_FORWARD_PARTS}, part.second, fresh)"""  # indented as launches are
 _SECOND_OF_ROWS = f"_merge(scratch.row_second, {_FORWARD_PARTS}, block.second, fresh_rows)"
-_SECOND_OF_COLUMNS = "_merge(scratch.key_second, strips, block.key_second, fresh_columns and not block.diagonal)"
-_SUMS_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
+_SECOND_OF_COLUMNS = "_merge(scratch.key_second, strips, block.key_second, fresh)"
 _SHORTER_STRIP = """\
 if block.diagonal:  # half of the strips are shorter, or empty
     strip = max(cdiv(cdiv(m, rows), GRADIENT_STRIPS), strip // DIAGONAL_STRIPS)"""
 _WHOLE_ON_THE_DIAGONAL = """\
-if part.diagonal or not part.own:  # on the diagonal panels are whole; other ranks sum for their rows
+if part.diagonal:  # panels there are whole
     continue"""
 
 

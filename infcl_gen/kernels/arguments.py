@@ -52,7 +52,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     ): "guide_q_row_stride guide_k_row_stride q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride slab_stride",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
-    "all_queries all_keys summed_keys written width",
+    "all_queries all_keys written width",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "guide_q_depth_stride guide_k_depth_stride "
@@ -138,11 +138,11 @@ def both_labels(choice: Choice) -> str:
 
 def classes(choice: Choice) -> str:
     """What a tile is told of the classes of its pairs: the places of positives, and ids. Of a triangle it is those of
-    its columns, too, and how many of these have sums: none of another rank's."""
+    its columns, too."""
     if choice.traits.by_guide:
         return GUIDES
     if choice.traits.triangle:
-        return f"{both_labels(choice)} summed_keys"
+        return both_labels(choice)
     return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids + compared(choice))
 
 

@@ -394,16 +394,17 @@ class Derivation:
         """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient. Keys
         whose gradient has the mean of all queries collect the sum of these, once for each rank.
 
-        Of a triangle nobody sums for others: rows take along what forward noted of them, `of_query` numbers, and their
-        labels, or ids.
+        Of a triangle rows take along their labels, or ids. In forward they collect what is noted of rows, `of_query`
+        numbers, and backward reads these.
         """
         if self.traits.triangle:
-            labels = Travelling("key labels", 1, "int64", backward="unchanged")
-            ids = Travelling("key ids", 1, "int64", forward="unchanged", backward="unchanged")
+            named = "key ids" if self.traits.ids else "key labels"
             return (
                 Travelling("keys", dim, "features", forward="unchanged", backward="unchanged"),
+                Travelling(named, 1, "int64", forward="unchanged", backward="unchanged"),
+                Travelling("key sums", of_query, "statistics", forward="summed", across=True),
                 Travelling("key statistics", of_query, "statistics", backward="unchanged", across=True),
-                ids if self.traits.ids else labels,
+                Travelling("key gradients", dim, "statistics", backward="summed"),
             )
         at_once = self.traits.at_once
         again = "absent" if at_once else "unchanged"

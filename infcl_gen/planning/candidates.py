@@ -91,7 +91,7 @@ class Choices:
     def _table(self, choice: Choice) -> Table:
         shape = self._cluster.nodes, self._cluster.devices_per_node
         travelling = self._derivation.travelling(choice.dim, 2 + choice.positive_parts)
-        table = Table(choice.transport, *shape, choice.keeps, travelling)
+        table = Table(choice.transport, *shape, choice.keeps, travelling, triangle=choice.traits.triangle)
         table = table.as_whole() if choice.rows and choice.gather else table
         return table if choice.of_keys else table.without_key_gradients()
 
@@ -235,8 +235,6 @@ class Choices:
         traits, name = self._derivation.traits, self._derivation.spec.name
         if keeps and traits.at_once:
             raise InputError(f"--set keeps: keys stay for backward, which needs none of them in {name}; valid: off")
-        if keeps and traits.triangle:
-            raise InputError(f"--set keeps: in {name} rows travel with their statistics in backward; valid: off")
         if keeps and traits.crossed:
             raise InputError(f"--set keeps: in {name} keys travel with their factors in backward; valid: off")
         usable = [keep for keep in (True, False) if keeps in (None, keep) and (traits.keeps_keys or not keep)]

@@ -411,14 +411,15 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
         found.append((Buffer(f"{name} {shown}", phase, size, shape, dtype, why), pieces))
 
     for phase, item in itertools.product(("forward", "backward"), table.travelling):
-        places, stays = places_of(table, phase)[item.name], item.forward == "summed"
+        places, found_first = places_of(table, phase)[item.name], item.forward == "unchanged"
+        in_last = phase == ("backward" if table.named("unchanged", "backward") else "forward")  # its sums are gradients
         slots = sum(isinstance(place, int) for place in places)
         if slots:
             add("visiting", phase, "in use or in flight, in turns", slots, pieces=slots)
-        if slots and item.role(phase) == "summed" and item.backward != "unchanged":
+        if slots and item.role(phase) == "summed" and in_last:
             add("own", "finish", "home again", 1)
-        if KEPT in places and (phase == "backward" if stays else phase == "forward"):
-            add("last", phase if stays else "both", "visits last in forward, first in backward", 1)
+        if KEPT in places and phase == ("forward" if found_first else "backward"):
+            add("last", "both" if found_first else phase, "visits last in forward, first in backward", 1)
         sent = phase == "forward" or item.forward == "absent" or item.renewed
         if ALL in places and item.role(phase) == "unchanged" and sent:
             kept = phase == "forward" and item.backward == "unchanged"
@@ -430,11 +431,14 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
             if item.renewed:
                 add("all", phase, "their sums", ranks)
         elif RECEIVED in places:
-            for when in (phase, "finish"):
-                add("own", when, "of this rank", 1)
-                add("others'", when, "sums that go home", ranks - 1)
+            others = sum(sent.name == item.name for step in table.steps(phase) for sent in step.sends)
+            apart = others if item.across else 1  # contiguous for each owner
+            for when in (phase, "finish") if in_last else (phase,):
+                if not table.triangle:
+                    add("own", when, "of this rank", 1)
+                add("others'", when, "sums that go home", others, pieces=apart)
                 if when == "finish" or not table.whole:  # they come after all work
-                    add("received", when, "sums of all others that come home", ranks - 1)
+                    add("received", when, "sums of others that come home", others)
     return found
 
 

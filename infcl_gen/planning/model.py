@@ -157,13 +157,13 @@ class CostModel:
         work = zip(self._kind.terms, self._kind.work(*self._values(sizes)), strict=True)
         return math.fsum(launches for term, (*_, launches) in work if term.phase == phase)
 
-    def hop_s(self, phase: str, times: Sequence[PhaseTime], sizes: Sizes) -> tuple[float, float]:
-        """Predicted seconds of one hop, and of its first panel until that adds to sums that travel."""
+    def work_s(self, phase: str, times: Sequence[PhaseTime], sizes: Sizes) -> tuple[float, float]:
+        """Predicted seconds of all hops, and of each hop's first panel until that adds to sums that travel."""
         found = zip(self._kind.terms, times, strict=False)  # further times are of the host and of communication
         parts = [(term.part, at.time_s) for term, at in found if term.phase == phase]
-        hop_s = math.fsum(time_s for part, time_s in parts if part != "end") / self.table.world_size
-        first_s = math.fsum(time_s for part, time_s in parts if part == "first") / self.table.world_size
-        return hop_s, first_s / self.panels(phase, sizes)
+        hops_s = math.fsum(time_s for part, time_s in parts if part != "end")
+        first_s = math.fsum(time_s for part, time_s in parts if part == "first")
+        return hops_s, first_s / self.panels(phase, sizes)
 
     def panels(self, phase: str, sizes: Sizes) -> int:
         """Number of panels of a hop in "forward" or "backward"."""
@@ -219,16 +219,16 @@ class CostModel:
         return {"triton": peak.value * 1e12 * by_triton * reached, "product": peak.value * 1e12 * product * reached}
 
     @functools.cached_property
-    def _sent(self) -> dict[str, list[tuple[int, bool, float, float, int]]]:
-        """By phase, of each kind of step: how many there are, whether a rank works meanwhile, seconds of all messages,
-        seconds until the sums arrive that this work adds to, and bytes. Empty on one device."""
+    def _sent(self) -> dict[str, list[tuple[int, float, float, float, int]]]:
+        """By phase, of each kind of step: how many there are, the part of a rank's work that it has, seconds of all
+        messages, seconds until the sums arrive that this work adds to, and bytes. Empty on one device."""
         table, cluster = self.table, self.cluster
         node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
         links = {
             "device": (cluster.link_gbs.value, cluster.latency_us.value),
             "node": (node_gbs, cluster.node_latency_us.value),  # all devices of a node send at once
         }
-        found: dict[str, list[tuple[int, bool, float, float, int]]] = {}
+        found: dict[str, list[tuple[int, float, float, float, int]]] = {}
         for phase in ("forward", "backward") if table.world_size > 1 else ():
             found[phase] = []
             for step, count in kinds(table, phase).items():
@@ -243,9 +243,9 @@ class CostModel:
                         gbs, latency_us = links[level]
                         elapsed_s += size / (gbs * 1e9) + latency_us * 1e-6
                         total += size
-                        if role == "summed" and step.sums_from == 0:  # this step's work waits for them
+                        if role == "summed" and step.sums_from == 0 and table.adds(step):  # its work waits for them
                             sums_s = elapsed_s
-                found[phase].append((count, step.owner is not None, elapsed_s, sums_s, total))
+                found[phase].append((count, table.work(step), elapsed_s, sums_s, total))
         return found
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
@@ -287,10 +287,10 @@ class CostModel:
         adds to them (a panel's forward product; in backward its gradient and dq). A step without work waits for all.
         """
         for phase, steps in self._sent.items():
-            hop_s, first_s = self.hop_s(phase, kernels, sizes)
+            hops_s, first_s = self.work_s(phase, kernels, sizes)
             exposed_s, sent = 0.0, 0
-            for times, works, all_s, sums_s, size in steps:
-                waited_s = max(0.0, sums_s - first_s, all_s - hop_s) if works else all_s
+            for times, part, all_s, sums_s, size in steps:
+                waited_s = max(0.0, sums_s - part * first_s, all_s - part * hops_s) if part else all_s
                 exposed_s += times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
                 sent += times * size
             yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, sent)
@@ -307,13 +307,15 @@ def host_times(choice: Choice) -> tuple[float, float, float]:
 
 @functools.lru_cache(maxsize=64)
 def kinds(table: Table, phase: str) -> Mapping[Step, int]:
-    """The number of steps of each kind (equal transfers over equal levels). `sums_from` is relative: 0 is the step."""
+    """The number of steps of each kind (equal transfers over equal levels, and as much work). `sums_from` is relative:
+    0 is the step."""
     counts: Counter[Step] = Counter()
     for number, step in enumerate(table.steps(phase)):
         over = ((sent, ACROSS[table.level(sent.to)]) for sent in step.sends)
         sends = tuple(sent._replace(of=sent.of and HERE, to=to, source=0, target=0) for sent, to in over)
         waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
-        counts[Step(step.owner and HERE, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1
+        owner = step.owner and (ACROSS["device"] if table.triangle and table.adds(step) else HERE)
+        counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1], halved=step.halved)] += 1
     return counts
 
 

@@ -37,7 +37,7 @@ def reasons_of(
         products = products_of(model.phases(sizes), choice, model.rows, model.keys)
         why = f"z_ij = z_ji: {products:.3g} products for 4"
         if choice.world_size > 1:
-            why += "; a pair of two ranks is computed by both, with 3 products, and no gradients travel"
+            why += "; a pair of two ranks is computed by one of them, and the other's sums travel home"
         found.append(Reason(2, "panels on and above the diagonal of own rows", why))
     if choice.strategy == "fused":
         rows, why = model.rows, "gradients of logits never leave the multiprocessor"
@@ -121,11 +121,12 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
     elif way == "ring" and not others and nodes == 1 and world <= GATHER_LIMIT:
         choice = "a gather exceeds the budget; "
     if way == "gather":
-        why = f"{choice}3 batches of messages a step at most, {hidden}"
+        steps = (step for phase in ("forward", "backward") for step in model.table.steps(phase))
+        why = f"{choice}{sum(bool(step.sends) for step in steps)} batches of messages a step, {hidden}"
         return outer, Reason(1, f"gather among {world} devices: all {compared} at once", why)
     why = f"{choice}{compared} travel beside the work, {model.keys} at a time"
     why += ("" if own == compared else ", and sums after it") + f": {hidden}"
-    return outer, Reason(1, f"ring of {inside} devices, {world} hops in all", why)
+    return outer, Reason(1, f"ring of {inside} devices, {model.table.hops('forward')} hops in all", why)
 
 
 def _strategy_why(

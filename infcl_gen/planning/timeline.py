@@ -77,11 +77,11 @@ class Timeline:
 class Work(NamedTuple):
     """The work of one phase on one rank."""
 
-    first_s: float  # kernels of a hop before they add to travelling sums
-    rest_s: float  # the other kernels of a hop
+    first_s: float  # kernels of all hops before these add to travelling sums
+    rest_s: float  # their other kernels
     last_s: float  # after the last hop, before the sums are home
     home_s: float  # after the sums are home
-    launches: float  # of a hop
+    launches: float  # of all hops
 
 
 def execute(
@@ -105,9 +105,8 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     """The work of "forward" and of "backward", from the phases of the cost model."""
     found = {}
     for phase in ("forward", "backward"):
-        hop_s, first_s = model.hop_s(phase, plan.phases, plan)
-        launches = model.launches(phase, plan) / plan.world_size
-        found[phase] = Work(first_s, max(0.0, hop_s - first_s), 0.0, 0.0, launches)
+        hops_s, first_s = model.work_s(phase, plan.phases, plan)
+        found[phase] = Work(first_s, max(0.0, hops_s - first_s), 0.0, 0.0, model.launches(phase, plan))
     times = {phase.name: phase.time_s for phase in plan.phases}
     # Queries are finished before the sums of keys are home, keys after.
     queries_s, keys_s = (
@@ -171,10 +170,10 @@ class _Step:
             self._agree(phase)
         arrived: dict[tuple[int, str], Streams] = {}  # by step and role, the ends of the messages
         for number, step in enumerate(self._table.steps(phase)):
-            before = list(self._kernels)
+            before, part = list(self._kernels), self._table.work(step)
             if step.owner is not None:
                 keys = arrived.get((step.unchanged_from, "unchanged"), self._nothing)
-                self._part(phase, hop, FIRST_LAUNCHES, work.first_s, keys)
+                self._part(phase, hop, part * FIRST_LAUNCHES, part * work.first_s, keys)
             for batch in self._table.batches(phase, step, self._model.sent_bytes):
                 if phase == "backward" and not arrived:
                     self._agree(phase)
@@ -182,16 +181,16 @@ class _Step:
                 done = self._message(name, batch, before)
                 arrived |= {(number, self._table.role(sent.name, phase)): done for sent in batch}
             sums = arrived.get((step.sums_from, "summed"), self._nothing)
-            if step.owner is None:
-                home = sums
-            else:
-                self._part(phase, hop, 1 - FIRST_LAUNCHES, work.rest_s, sums)
+            if not self._table.adds(step):
+                home, sums = sums, self._nothing
+            if step.owner is not None:
+                self._part(phase, hop, part * (1 - FIRST_LAUNCHES), part * work.rest_s, sums)
                 hop += 1
         self._enqueue(self._kernels, "compute", f"{phase}, end", work.last_s)
         self._enqueue(self._kernels, "compute", f"{phase}, home", work.home_s, home)
 
     def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: Streams) -> None:
-        """Kernels of a hop that wait for `arrived`, and their share of its launches."""
+        """Kernels of a hop that wait for `arrived`, and their share of the phase's launches."""
         seconds, name = self._launch_s * self._works[phase].launches * share, f"{phase}, hop {hop}"
         waits = _joined(self._host, arrived)
         launched = self._enqueue(self._host, "host", name, seconds)

@@ -57,10 +57,10 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 
 
 class Shares(NamedTuple):
-    """The parts of the pairs m n W that a step computes: all of a rectangle; of a triangle's own rows about half.
+    """The parts of the pairs m n W that a step computes: all of a rectangle, of a triangle about half.
 
-    There panels lie on and above the diagonal. Kernels walk those on it by half; the rest of g is copied, so that one
-    product has the gradients of all their rows. Other ranks' rows add to dq alone.
+    A rank meets half of the others, or all of their rows by half. Panels of own rows lie on and above the diagonal.
+    Kernels walk those on it by half; the rest of g is copied, so that one product has the gradients of all their rows.
     """
 
     forward: Any = Integer(1)
@@ -73,11 +73,11 @@ class Shares(NamedTuple):
 def shares_of(choice: Choice) -> Shares:
     if not choice.traits.triangle:
         return Shares()
-    others, whole = 2 * (W - 1) * n, 2 * W * n
+    others, whole = (W - 1) * n, 2 * W * n
     tile = Min(F, m) if choice.strategy == "torch" else Max(Bf, Kf)
     of_g = R if choice.strategy == "torch" else Max(Bg, Kg)
     forward, forward_panels, gradient, dq = ((Min(m, size) + m + others) / whole for size in (tile, F, of_g, R))
-    return Shares(forward, forward_panels, gradient, dq, (m - Min(m, R)) / whole)
+    return Shares(forward, forward_panels, gradient, dq, (m - Min(m, R) + others) / whole)
 
 
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
@@ -228,9 +228,11 @@ def _pooled(v: Choice) -> list[TimeTerm]:
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:
-    """Of the sums for this rank's keys that a gather brings home."""
-    term = TimeTerm("additions", phase, "end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)
-    return [term] * (v.gather and v.of_keys)
+    """Of the sums for this rank's keys that a gather brings home; of a triangle its ring, too, to those of queries."""
+    triangle = v.traits.triangle
+    parts = Integer(1) if not v.gather else ceil_div(W - 1, 2) if triangle else W - 1
+    term = TimeTerm("additions", phase, "end", bytes=3 * s * parts * n * D, launches=parts)
+    return [term] * ((v.gather or (triangle and v.world_size > 1)) and v.of_keys)
 
 
 class _Side(NamedTuple):

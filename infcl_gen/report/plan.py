@@ -113,7 +113,7 @@ def _batch(plan: Plan) -> Figure:
     if plan.world_size > 1:
         names = plan.traits.sides
         words += f" A device has {own} {names[0]} and meets {visiting} {names[1]} at a hop;"
-        words += f" there are {plan.world_size} hops."
+        words += f" there are {plan.schedule.hops('forward')} hops."
     key = [("soft", "whole matrix"), ("t0 faint", "one device"), ("t0", "one hop")]
     key = key if plan.world_size > 1 else [("t0", "the one device")]
     return Figure("Level 1: the device's share", words, rows * scale + 2, marks, key)
@@ -279,8 +279,8 @@ def _step(plan: Plan, step: Timeline) -> Section:
         figures.append(_lanes("The whole step", words, step, used, 0.0, step.step_s))
     else:
         notes.append(f"The step has {len(step.intervals)} events; only the turn is drawn.")
-    if plan.world_size > 2 * NEAR_HOPS:
-        last, first = f"forward, hop {plan.world_size - NEAR_HOPS}", f"backward, hop {NEAR_HOPS - 1}"
+    if (hops := plan.schedule.hops("forward")) > 2 * NEAR_HOPS:
+        last, first = f"forward, hop {hops - NEAR_HOPS}", f"backward, hop {NEAR_HOPS - 1}"
         kernels = [each for each in step.intervals if each.resource == "compute"]
         begin = min(each.start_s for each in kernels if each.name == last)
         end = max(each.end_s for each in kernels if each.name == first)

@@ -141,6 +141,11 @@ class Traits:
         return "same_id" in self.classes
 
     @property
+    def named(self) -> bool:
+        """Whether keys travel with an integer of their own: an id, or of a triangle a label."""
+        return self.ids or (self.triangle and self.labels)
+
+    @property
     def several(self) -> bool:
         """Whether a query's term has a statistic of its positives, of which there may be any number, or by a guide."""
         return self.by_guide or any(kind.endswith("_over_positives") for kind in self.query_statistics)
@@ -189,7 +194,7 @@ class Traits:
     @property
     def keeps_keys(self) -> bool:
         """Whether the keys that a ring's forward ends with may stay for backward, which needs no more of them."""
-        return not self.at_once and not self.triangle and not self.crossed
+        return not self.at_once and not self.crossed
 
     @property
     def two_statistics(self) -> bool:

@@ -587,7 +587,8 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     gathers = dict(made.settings).get("transport") == "gather"
     kept = keeps and not gathers and inner.traits.keeps_keys
     whole = inner.table.whole
-    table = Table("gather" if gathers else "ring", 1, world, kept, inner.table.travelling, whole)
+    how = {"nodes": 1, "devices_per_node": world, "keeps": kept}
+    table = dataclasses.replace(inner.table, transport="gather" if gathers else "ring", **how)
     batches = []
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
@@ -1106,8 +1107,9 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
     def guarded_block(*arguments: Any, **more: Any) -> None:
         block, dq, dk, *rest = arguments
         totals = [dq, *(total for total, _ in dk)] if name == "rows_block" else [dq, dk]
-        totals = [total for total in totals if total is not None]  # a loss of one side has no dk
-        own, *others = kept = [bands.place(total, "an accumulator") for total in totals]
+        totals = [total for total in totals if total is not None]
+        places = {id(total): bands.place(total, "an accumulator") for total in totals}  # own rows have one for both
+        own, *others = kept = [places[id(total)] for total in totals]
         sums = zip(others, (keys for _, keys in dk), strict=True) if name == "rows_block" else (*others, None)[0]
         whole_block(block, own, sums, *rest, **more)
         for total, found in zip(totals, kept, strict=True):

@@ -20,5 +20,12 @@ def ring_table(nodes: int, devices: int, has_keys: bool = True, keeps: bool = Tr
     return Table(transport, nodes, devices, keeps and transport == "ring", _travelling(has_keys, dim))
 
 
+def triangle_table(transport: str, nodes: int, devices: int, keeps: bool = False, labels: bool = True) -> Table:
+    """That of a loss of one side, with labels or with ids."""
+    rows = derivation_of("ntxent" if labels else "supcon_out").travelling(8, 4)
+    transport = "none" if nodes * devices == 1 else transport
+    return Table(transport, nodes, devices, keeps and transport == "ring", rows, triangle=True)
+
+
 def gather_table(devices: int, has_keys: bool = True, dim: int = 8) -> Table:
     return Table("gather", 1, devices, False, _travelling(has_keys, dim))

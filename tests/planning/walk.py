@@ -25,9 +25,10 @@ def walk(table: Table, phases: Mapping[str, Sequence[Step]] | None = None) -> di
     """Walk the steps of "forward" and "backward" (`phases`: other ones than the table's), tracking what is in which
     place.
 
-    Proves that each rank meets the keys of all ranks exactly once, with what the work needs present, of the right owner
-    and finished; that nothing is read or written while it is on its way; and that all sums come home, or to everybody
-    where backward reads them, with the contribution of every rank. Raises VerificationError saying what fails, where.
+    Proves that each rank meets the keys of all ranks exactly once, of a triangle that one of two ranks meets the other,
+    or both by half; with what the work needs present, of the right owner and finished; that nothing is read or written
+    while it is on its way; and that all sums come home, or to everybody where backward reads them, with the
+    contribution of every rank that has some. Raises VerificationError saying what fails, where.
     """
     phases = phases or {phase: table.steps(phase) for phase in ("forward", "backward")}
     held: dict[_Spot, _Content] = {}
@@ -63,7 +64,7 @@ class _Rank:
         for item in table.named("unchanged", phase):
             if item.forward != "summed" or item.renewed:
                 self._held[item.name, OWN, None] = _Content(HERE)
-        self._where, self._owners, self._sent = f"before {phase}", list[Move](), 0
+        self._where, self._owners, self._sent, self._halved = f"before {phase}", list[Move](), 0, set[Move]()
         # By step and role: target and what arrives there, and the places that are busy till then.
         self._coming: dict[tuple[int, str], list[tuple[_Spot, _Content]]] = {}
         self._received: dict[tuple[int, str], list[_Spot]] = {}
@@ -82,10 +83,11 @@ class _Rank:
             self._send(number, sent)
         if step.owner is not None:
             self._owners.append(self._at(step.owner))
+            self._halved |= {self._at(step.owner)} if step.halved else set()
             for item in table.named("unchanged", phase):
                 self._read(item.name, step.unchanged, step.owner, step.owner)
         self._arrive(step.sums_from, "summed")
-        for item in table.named("summed", phase) if step.owner is not None else ():
+        for item in table.named("summed", phase) if table.adds(step) else ():
             self._add(item.name, step)
 
     def end(self, steps: Sequence[Step]) -> Walk:
@@ -93,9 +95,7 @@ class _Rank:
         self._where = f"end of {self._phase}"
         if self._coming:
             raise self._error(f"nobody waits for what step {min(self._coming)[0]} has sent")
-        world = self._table.world_size if steps else 0
-        if len(set(self._owners)) != len(self._owners) or len(self._owners) != world:
-            raise self._error(f"{len(set(self._owners))} different of {len(self._owners)} visits, {world} ranks")
+        self._check_visits(self._table.world_size if steps else 0)
         shared = {sent.name for step in steps for sent in step.sends if sent.of is None}
         for item in self._table.named("summed", self._phase):
             place = ALL if self._table.transport == "gather" else steps[-1].sums
@@ -103,11 +103,34 @@ class _Rank:
                 content = self._held.get(self._spot(item.name, place, owner))
                 if content is None or content.owner != owner:
                     raise self._error(f"the {item.name} of {owner} are not there")
-                if len(content.added or ()) != world:
+                if len(content.added or ()) != self._contributors:
                     raise self._error(f"the {item.name} of {owner} have {len(content.added or ())} contributions")
             if item.name not in shared:
                 self._held[item.name, OWN, None] = self._held[self._spot(item.name, place, HERE)]
         return Walk(tuple(self._owners), self._sent)
+
+    def _check_visits(self, world: int) -> None:
+        different = set(self._owners)
+        if not self._table.triangle:
+            if len(different) != len(self._owners) or len(self._owners) != world:
+                raise self._error(f"{len(different)} different of {len(self._owners)} visits, {world} ranks")
+            return
+        back = {self._at((-node, -device)) for node, device in different}
+        if len(different) != len(self._owners) or len(different | back) != world:
+            met = len(different | back)
+            raise self._error(f"{met} of {world} ranks meet or are met, in {len(self._owners)} visits")
+        if self._halved != (twice := (different & back) - {HERE}):
+            raise self._error(f"{sorted(self._halved)} are met by half, and {sorted(twice)} meet each other")
+
+    @property
+    def _contributors(self) -> int:
+        """How many ranks add to the sums of each."""
+        world = self._table.world_size
+        if not self._table.triangle:
+            return world
+        nodes, devices = self._table.nodes, self._table.devices_per_node
+        alone = (1 + (nodes % 2 == 0)) * (1 + (devices % 2 == 0))  # distances that are the same on the way back
+        return alone - 1 + (world - alone) // 2
 
     def left(self) -> dict[_Spot, _Content]:
         """What stays for the next phase."""
@@ -132,7 +155,7 @@ class _Rank:
             raise self._error(f"no {name} in {place}")
         if owner is not None and content.owner != self._at(owner):
             raise self._error(f"the {name} in {place} are of {content.owner}, not of {self._at(owner)}")
-        if content.added is not None and len(content.added) != self._table.world_size:
+        if content.added is not None and len(content.added) != self._contributors:
             raise self._error(f"the {name} in {place} have {len(content.added)} contributions")
         return content
 
@@ -181,6 +204,8 @@ class _Rank:
                 self._held[name, place, at] = content
                 continue
             own = self._held.get((name, ALL, content.owner))
+            if own is None and self._table.triangle and content.owner == HERE:
+                own = _Content(HERE, set())
             if own is None or own.added is None or content.added is None or own.added & content.added:
                 raise self._error(f"what has come of the {name} of {content.owner} cannot be added")
             self._held[name, ALL, content.owner] = _Content(content.owner, own.added | content.added)

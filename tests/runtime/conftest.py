@@ -140,7 +140,8 @@ FILES = {
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ModuleType]]:
-    """`packages(loss, dtype, dim, ...)` -> the imported package, generated on first use."""
+    """`packages(loss, dtype, dim, ...)` -> the imported package, generated on first use. `panel`: rows and keys; no
+    keys (0) for a loss of one side, whose panels are square."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "soft.py").write_text(SOFT_CAPPED)
     (folder / "ids.py").write_text(WITHOUT_IDS)
@@ -167,7 +168,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         name = f"{loss}_{dtype}_{dim}_{batch_size}_{panel[0]}x{panel[1]}"
         name += f"_{transport}_{keeps}_{devices}_{nodes}" if devices > 1 else ""
         name += f"_{frozen}" if frozen != "none" else ""
-        chosen = {key: word for key, word in (("transport", transport), ("keeps", keeps)) if word is not None}
+        given = {"panel_rows": panel[0], "panel_keys": panel[1] or None, "transport": transport, "keeps": keeps}
+        chosen = {key: str(word) for key, word in given.items() if word is not None}
         if not (folder / name).exists():
             infcl_gen.generate(
                 loss=f"{folder}/{FILES[loss]}" if loss in FILES else loss,
@@ -178,7 +180,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
                 devices=devices,
                 nodes=nodes,
                 frozen=frozen,
-                set={"panel_rows": str(panel[0]), "panel_keys": str(panel[1])} | chosen,
+                set=chosen,
                 output=folder / name,
             )
         return importlib.import_module(name)

@@ -42,6 +42,12 @@ POISON = b"\xff"  # NaN in every floating-point dtype, -1 in every integer one
 Result = TypeVar("Result")
 
 
+def table_of(package: ModuleType, transport: str, ranks: int, keeps: bool = False) -> Table:
+    """The table of a package as if it had been planned for so many devices of one node."""
+    of_one: Table = package.ContrastiveLoss._package.table
+    return dataclasses.replace(of_one, transport=transport, devices_per_node=ranks, keeps=keeps and transport == "ring")
+
+
 class TransportError(RuntimeError):
     """The runtime has misused the transport, or waits for what never comes."""
 

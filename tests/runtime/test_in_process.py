@@ -720,7 +720,8 @@ MORE_BUGS = {
     ),
     "a buffer is used before its message has arrived": Bug((KEYS_ARE_THERE,), rows=(40, 40)),
     "keys stay on their side when they change the node": Bug(
-        ((TABLE, "turn[-1] = (1, 1)", "turn[-1] = (1, 0)"),), rows=(5, 0, 9, 1, 2, 3), nodes=2
+        ((TABLE, "(after[1] - before[1]) % table.devices_per_node)", "after[1] - before[1] if after[1] else 0)"),),
+        rows=(5, 0, 9, 1, 2, 3), nodes=2,
     ),
     "keys are not where backward begins": Bug(
         ((TABLE, "Step(None, sends=away, ", "Step(None, "),), rows=(5, 2, 9), keeps=False
@@ -745,10 +746,10 @@ MORE_BUGS = {
         ((TRANSPORT, "*self._group.first_messages(self._device)", "[], []"),), rows=(5, 0, 9), nodes=0
     ),
     "sums of statistics are added to what memory held": Bug(
-        ((ENGINE, "fresh_keys=trip.fresh", "fresh_keys=False"),), nodes=0
+        ((ENGINE, "fresh_keys = fresh if block.own else trip.fresh", "fresh_keys = False"),), nodes=0
     ),
     "sums of statistics are replaced at each hop": Bug(
-        ((ENGINE, "fresh_keys=trip.fresh", "fresh_keys=True"),)
+        ((ENGINE, "fresh_keys = fresh if block.own else trip.fresh", "fresh_keys = True"),)
     ),
     "what comes home is added twice": Bug(
         ((TRANSPORT, "            own.add_(part)\n", "            own.add_(part).add_(part)\n"),), nodes=0
@@ -770,8 +771,7 @@ MORE_BUGS = {
     ),
     "keys are worked on before they have come": Bug((KEYS_ARE_THERE,), nodes=0),
     "a rank without queries keeps what its memory held": Bug(
-        ((TRANSPORT, "own = self._new(name, self._count(name, here), zero=not layout.rows[here])",
-          "own = self._new(name, self._count(name, here))"),),
+        ((TRANSPORT, "own = self._new(name, count, zero=not layout.rows[here])", "own = self._new(name, count)"),),
         rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,
     ),
     "a rank of a ring without queries passes on what its memory held": Bug(

@@ -17,12 +17,11 @@ from torch import Tensor
 
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES
-from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import neighbours, tensors
 from infcl_gen.verification.worker import averaged
-from tests.runtime.in_process import World
+from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
 from tests.verification.dense import dense
 
@@ -83,7 +82,7 @@ def test_over_ranks(loss: str, transport: str) -> None:
     module = package(loss)
     for shards in SHARDS:
         world, rows = len(shards), sum(shards)
-        table = Table(transport, 1, world, False, module.ContrastiveLoss._package.table.travelling)
+        table = table_of(module, transport, world)
         q, labels = features(rows, "fp64"), neighbours(rows)
 
         def job(rank: int, q: Tensor = q, labels: Tensor = labels, shards: list[int] = shards) -> list[Any]:

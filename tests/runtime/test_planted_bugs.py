@@ -66,7 +66,7 @@ BUGS = {
     ),
     "statistics of the visiting keys do not travel": Bug(
         ((TABLE, "finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)", "finished = ()"),
-         (TABLE, "Copy(name, OWN, 1) for name in names)", "Copy(name, OWN, 1) for name in names[:1])"))
+         (TABLE, "Copy(name, OWN, source) for name in absent)", "Copy(name, OWN, source) for name in absent[:1])"))
     ),
     "the accumulator does not come home": Bug(
         ((TABLE, "follow(last), -1, last + 1, finished", "(), -1, -1, finished"),)

@@ -15,12 +15,15 @@ import torch
 
 from infcl_gen.runtime import group as groups
 from infcl_gen.runtime.table import planned_table
+from infcl_gen.verification.properties import Case, tensors
 from tests.planning.tables import ring_table
 from tests.planning.walk import walk
+from tests.verification.dense import dense
 
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
 
+SQUARE = (64, 0)  # of a loss of one side
 WORLD = 10  # so that also a ring of 8 is a sub-group, beside another
 GROUPS = (
     *ring_worker.GROUPS, (3, 1), (0, 2, 4, 6), (7, 5, 3, 1), (8, 9),
@@ -41,10 +44,13 @@ def names(packages: Packages) -> dict[str, str]:
         "clip on 2 x 2": packages("clip", devices=4, nodes=2, keeps="on"),
         "infonce on 2 x 2": packages("infonce", devices=4, nodes=2, keeps="on"),
         "infonce gather of 3": packages("infonce", devices=3, transport="gather"),
+        "ntxent": packages("ntxent", panel=SQUARE),
+        "ntxent, kept": packages("ntxent", panel=SQUARE, devices=4, nodes=2, keeps="on"),
     }
-    for devices in (2, 3, 4):
-        for loss in ("clip", "siglip"):
-            made[f"{loss} gather of {devices}"] = packages(loss, devices=devices, transport="gather")
+    for devices, (loss, panel) in itertools.product(
+        (2, 3, 4), {"clip": (64, 64), "siglip": (64, 64), "ntxent": SQUARE}.items()
+    ):
+        made[f"{loss} gather of {devices}"] = packages(loss, panel=panel, devices=devices, transport="gather")
     return {key: module.__name__ for key, module in made.items()}
 
 
@@ -90,6 +96,37 @@ def test_averaged_gradients_are_those_of_the_global_loss(
     assert_equal(average(results(pool.run("gradients", ranks, repeats=2, **arguments))), truth)
     summed = results(pool.run("gradients", ranks, grad_sync="sum", **arguments))
     assert_equal([value * len(ranks) for value in average(summed)], truth)
+
+
+ROWS = [
+    ((0, 1), [40, 25]),
+    ((0, 1), [0, 26]),
+    ((0, 1, 2), [24, 0, 17]),
+    ((3, 0, 2), [5, 21, 70]),
+    ((0, 1, 2, 3), [40, 17, 0, 33]),
+    ((2, 3, 1, 0), [16, 16, 16, 16]),
+    ((0, 1, 2, 3, 4, 5, 6, 7), [3, 64, 1, 20, 0, 16, 65, 5]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rows"), ROWS)
+def test_rows_of_one_side(pool: Pool, names: dict[str, str], ranks: tuple[int, ...], rows: list[int]) -> None:
+    """By ring, by one over nodes that keeps rows, and by gather; the same bits each time."""
+    case = Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1)
+    given = tensors(case, positives="label", one_sided=True)
+    truth = [x for x in dense("ntxent", *given) if x is not None]
+    for way in ("ntxent", "ntxent, kept", f"ntxent gather of {len(ranks)}"):
+        if way not in names:
+            continue
+        arguments = {"package": names[way], "ranks": ranks, "rows": rows, "keys": rows, "case": case}
+        parts, again = (results(pool.run("own_gradients", ranks, **arguments)) for _ in range(2))
+        for one, other in zip(itertools.chain(*parts), itertools.chain(*again), strict=True):
+            assert torch.equal(one, other)
+        loss, dq, dscale, dbias = zip(*parts, strict=True)
+        assert_equal(
+            [torch.cat(dq) / len(ranks), *average(list(zip(loss, dscale, dbias, strict=True)))],
+            [truth[1], truth[0], *truth[2:]],
+        )
 
 
 AT_ONCE = [

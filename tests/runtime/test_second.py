@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import infcl_gen
-from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.worker import averaged
-from tests.runtime.in_process import World
+from tests.runtime.in_process import World, table_of
 from tests.runtime.test_sides import OWN
 from tests.runtime.test_triangle import DIM, features, in_panels
 from tests.verification.dense import dense
@@ -83,7 +82,7 @@ def test_over_ranks(loss: str, transport: str) -> None:
     module = package(loss)
     for shards in ([6, 0, 10], [2, 2], [0, 12], [5, 3, 7]):
         world, whole = len(shards), inputs(loss, sum(shards), 3.0)
-        table = Table(transport, 1, world, False, module.ContrastiveLoss._package.table.travelling)
+        table = table_of(module, transport, world)
         offsets = [0, *itertools.accumulate(shards)]
 
         def job(rank: int, whole: Inputs = whole, offsets: list[int] = offsets) -> list[Any]:

@@ -15,12 +15,11 @@ import torch
 
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES
-from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
-from tests.runtime.in_process import World
+from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels
 from tests.verification.dense import dense
 
@@ -129,7 +128,7 @@ SHARDS = ([6, 0, 10], [2, 2], [0, 12], [5, 3, 7], [1, 1], [1, 2, 3], [3, 0, 1, 2
 def over_ranks(module: ModuleType, loss: str, transport: str, shards: list[int], kind: str) -> None:
     """The average of the ranks' results is that of the formula by hand; autograd gives the same gradient."""
     world, rows = len(shards), sum(shards)
-    table = Table(transport, 1, world, False, module.ContrastiveLoss._package.table.travelling)
+    table = table_of(module, transport, world)
     whole = inputs(loss, rows, kind, 3.0)
     if whole.k is not None and whole.key_ids is not None:
         whole = whole._replace(k=whole.k[:rows], key_ids=whole.key_ids[:rows])

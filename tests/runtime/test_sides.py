@@ -17,12 +17,11 @@ from torch import Tensor
 
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES
-from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
-from tests.runtime.in_process import World
+from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
 from tests.verification.dense import dense
 
@@ -125,7 +124,7 @@ SHARDS = ([6, 0, 10], [2, 2], [0, 12], [5, 3, 7], [1, 1], [1, 2, 3], [3, 0, 1, 2
 def over_ranks(module: ModuleType, loss: str, transport: str, shards: list[int], labels: Tensor) -> None:
     """The average of the ranks' results is that of the formula by hand; autograd gives the same gradient."""
     world, rows = len(shards), sum(shards)
-    table = Table(transport, 1, world, False, module.ContrastiveLoss._package.table.travelling)
+    table = table_of(module, transport, world)
     q = features(rows, "fp64")
 
     def job(rank: int) -> list[Any]:

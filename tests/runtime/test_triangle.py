@@ -16,12 +16,11 @@ from torch import Tensor
 import infcl_gen
 from infcl_gen.cli.text import plan_text
 from infcl_gen.errors import InputError
-from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import DTYPES
 from infcl_gen.verification.worker import averaged
-from tests.runtime.in_process import World
+from tests.runtime.in_process import World, table_of
 from tests.verification.dense import dense
 
 DIM = 12
@@ -96,7 +95,7 @@ SHARDS = ([6, 0, 10], [2, 2], [0, 12], [10, 4, 0, 8], [2, 0, 0, 0], [5, 3, 7], [
 def test_over_ranks(transport: str, shards: list[int]) -> None:
     """Uneven and empty ranks; rows whose other view is on another rank, and those of a rank in halves."""
     module, world, rows = package(), len(shards), sum(shards)
-    table = Table(transport, 1, world, False, module.ContrastiveLoss._package.table.travelling)
+    table = table_of(module, transport, world)
     q = features(rows)
     offsets = itertools.accumulate(shards, initial=0)
     halves = torch.cat([first + torch.arange(own).roll(own // 2) for own, first in zip(shards, offsets, strict=False)])
@@ -204,8 +203,6 @@ def test_problems_and_steps_that_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=why):
             infcl_gen.plan(loss="ntxent", batch_size=64, dim=DIM, device_profile="h200", set=settings)
-    with pytest.raises(InputError, match="rows travel with their statistics in backward; valid: off"):
-        infcl_gen.plan(loss="ntxent", batch_size=64, dim=DIM, device_profile="h200", devices=2, set={"keeps": "on"})
     towers = [torch.nn.Linear(4, DIM, device="cpu") for _ in range(2)]
     with pytest.raises(InputError, match=r"loss: ntxent has one side; .*contrastive_loss\(torch.cat\(\[a, b\]\), None"):
         infcl_gen.plan_step(towers, [torch.randn(8, 4)] * 2, loss="ntxent", batch_size=8, memory="1GiB")

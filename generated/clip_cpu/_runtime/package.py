@@ -160,7 +160,7 @@ class Saved(NamedTuple):
                 (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
                 if it stays in a recording (replay.py)
-    ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
+    ids         int64 (columns, 1) of the keys in `stash`, where keys are `named` and backward reads the stash of other
                 ranks' keys; else (0, 1)
     guides      (columns, D): what the guide has for these keys, likewise; else (0, D)
     of_vectors  (V, m): the gradients of `Call.vectors`, for an upstream gradient of 1; of a state the next one
@@ -209,10 +209,10 @@ class Block(NamedTuple):
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
 
-    Of a triangle keys are rows as queries are: their statistics, `key_positive` and `key_labels` are those that their
-    rank has as `queries`, `positive` and `positives`; None in the forward of another rank's rows.
+    Of a triangle keys are rows as queries are: their statistics, `key_positive` and `key_labels` are what `queries`,
+    `positive` and `positives` are of their own rank; in the forward of another rank's rows the part of this rank.
     first_query         global index of q's first row
-    own                 whether k is q: then each pair of rows is seen once, and counts for both
+    own                 whether k is q: then each pair of rows is seen once
     """
 
     q: Tensor

@@ -13,6 +13,10 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
               if backward reads them. Backward works on the own keys last, while sums for others go home.
               A `whole` one begins forward's work once all keys are there, and sends their gradients home after it.
     none      One device.
+
+Of a `triangle` queries are keys of each other, and one of two ranks computes their pairs: a rank meets the keys of
+those up to half way back, and has sums for each but itself. What has come home for its own keys belongs to its queries.
+Two ranks that are as far from each other on either way meet each other: each has its `share` of their pairs.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ OWN = "own"  # of this rank's keys
 KEPT = "kept"  # left by forward for backward: the keys that it ends with
 ALL = "all"  # the owner's part of a tensor of all ranks' keys
 RECEIVED = "received"  # one buffer per sender
+
+SHARE_ROWS = 8  # shares of a block begin at multiples of it: of the library's inner extents, and of 16 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +83,15 @@ class Copy(NamedTuple):
     target: Place
 
 
+class Share(NamedTuple):
+    """The pairs that a rank computes of its queries and of visiting keys: a part of their rows each."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+
+
 class Step(NamedTuple):
     owner: Move | None  # whose keys are worked on; None: no work
     unchanged: Place = OWN  # where their unchanged tensors are
@@ -86,6 +101,19 @@ class Step(NamedTuple):
     unchanged_from: int = -1  # the step whose transfers the work waits for; -1: the unchanged tensors are here
     sums_from: int = -1  # the same for the summed tensors
     copies: tuple[Copy, ...] = ()  # made on each rank before the transfers
+    halved: bool = False  # the owner meets this rank's keys, too: of their pairs each computes its share
+
+    def share(self, rank: int, owner: int, rows: int, keys: int) -> Share:
+        """What `rank` computes of the pairs of its `rows` and the owner's `keys`.
+
+        Where both meet each other, the lower rank has the first half of its rows, and the other one all of its rows
+        with the second half of the lower's.
+        """
+        if not self.halved:
+            return Share(0, rows, 0, keys)
+        split = rows if rank < owner else keys
+        half = min(split, (split + SHARE_ROWS) // (2 * SHARE_ROWS) * SHARE_ROWS)
+        return Share(0, half, 0, keys) if rank < owner else Share(0, rows, half, keys - half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +124,7 @@ class Table:
     keeps: bool  # of a ring: the keys that forward ends with stay for backward
     travelling: tuple[Travelling, ...]
     whole: bool = False  # a gather's forward works on the keys of all ranks at once, and has their gradients
+    triangle: bool = False  # queries are keys of each other
 
     @property
     def world_size(self) -> int:
@@ -160,6 +189,21 @@ class Table:
             return _gather_forward(self) if phase == "forward" else _gather_backward(self)
         return _ring_forward(self) if phase == "forward" else _ring_backward(self)
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - as above
+    def hops(self, phase: str) -> int:
+        """How many steps have work."""
+        return sum(step.owner is not None for step in self.steps(phase))
+
+    def adds(self, step: Step) -> bool:
+        """Whether a step's work adds to summed tensors: a triangle's own rows have theirs with the queries."""
+        return step.owner is not None and not (self.triangle and step.owner == HERE)
+
+    def work(self, step: Step) -> float:
+        """The part of a rank's pairs that a step computes."""
+        if step.owner is None:
+            return 0.0
+        return (2 if self.adds(step) and self.triangle and not step.halved else 1) / self.world_size
+
     def batches(self, phase: str, step: Step, size: Callable[[str], int]) -> list[tuple[Transfer, ...]]:
         """A step's transfers as batches of messages: sums first, and apart from large unchanged tensors.
 
@@ -178,18 +222,41 @@ def planned_table(literals: Mapping[str, Any]) -> Table:
     return Table(**{**literals, "travelling": travelling})
 
 
+def _turn(table: Table) -> list[Move]:
+    """How far the keys have come at each step of a ring forward: to all devices of a node, then to the next node's.
+
+    Of a triangle only to half of the nodes and, in the own node and in the one half way round, of the devices.
+    """
+    nodes, devices = table.nodes, table.devices_per_node
+    if not table.triangle:
+        return list(itertools.product(range(nodes), range(devices)))
+    half_way = {0, nodes / 2}
+    return [
+        (node, device)
+        for node in range(nodes // 2 + 1)
+        for device in range(devices // 2 + 1 if node in half_way else devices)
+    ]
+
+
+def _is_halved(table: Table, distance: Move) -> bool:
+    """Whether a triangle's ranks at this distance are as far from each other on the way back."""
+    node, device = distance[0] % table.nodes, distance[1] % table.devices_per_node
+    both_ways = 2 * node % table.nodes == 2 * device % table.devices_per_node == 0
+    return table.triangle and both_ways and (node, device) != HERE
+
+
 def _moves(table: Table) -> list[Move]:
-    """How far the visiting keys move after each step of a ring forward."""
-    turn: list[Move] = [(0, 1)] * table.devices_per_node
-    if table.nodes > 1:  # the move to the next node completes a turn inside the node
-        turn[-1] = (1, 1)
-    return turn * table.nodes
+    """How far the visiting keys move after each step of a ring forward; the last move takes them home."""
+    turn = _turn(table)
+    return [
+        ((after[0] - before[0]) % table.nodes, (after[1] - before[1]) % table.devices_per_node)
+        for before, after in itertools.pairwise([*turn, HERE])
+    ]
 
 
 def _owners(table: Table) -> list[Move]:
     """Whose keys visit at each step of a ring forward."""
-    back = lambda at, move: ((at[0] - move[0]) % table.nodes, (at[1] - move[1]) % table.devices_per_node)  # noqa: E731
-    return list(itertools.accumulate(_moves(table)[:-1], back, initial=HERE))
+    return [(-node % table.nodes, -device % table.devices_per_node) for node, device in _turn(table)]
 
 
 def _back(move: Move) -> Move:
@@ -198,7 +265,8 @@ def _back(move: Move) -> Move:
 
 def _ring_forward(table: Table) -> tuple[Step, ...]:
     names, sums = ([item.name for item in table.named(role, "forward")] for role in ("unchanged", "summed"))
-    owners, moves, last = _owners(table), _moves(table), table.world_size - 1
+    owners, moves = _owners(table), _moves(table)
+    last, first = len(owners) - 1, int(table.triangle)  # first: which step begins the sums
 
     def place(hop: int) -> Place:
         return hop % 2 if not table.keeps else KEPT if (last - hop) % 2 == 0 else 0
@@ -208,12 +276,13 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
 
     steps = []
     for hop, owner in enumerate(owners):
-        sends: tuple[Transfer, ...] = follow(hop - 1) if hop else ()
+        sends: tuple[Transfer, ...] = follow(hop - 1) if hop > first else ()
         if hop < last:
             sends += tuple(Transfer(name, owner, moves[hop], place(hop), place(hop + 1)) for name in names)
         copies = () if hop else tuple(Copy(name, OWN, place(0)) for name in names)
-        sums_from = hop if hop and sums else -1
-        steps.append(Step(owner, place(hop), hop % 2, hop == 0, sends, hop - 1, sums_from, copies))
+        sums_from = hop if hop > first and sums else -1
+        halved = _is_halved(table, owner)
+        steps.append(Step(owner, place(hop), hop % 2, hop == first, sends, hop - 1, sums_from, copies, halved))
     if sums:
         read = [item.name for item in table.named("unchanged", "backward") if table.keeps]
         finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)
@@ -224,12 +293,15 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
 
 def _ring_backward(table: Table) -> tuple[Step, ...]:
     names, sums = ([item.name for item in table.named(role, "backward")] for role in ("unchanged", "summed"))
-    owners, moves, last = _owners(table)[::-1], [_back(move) for move in _moves(table)], table.world_size - 1
-    fetch, steps = 0, []
-    if not table.keeps:
-        away = tuple(Transfer(name, HERE, moves[last], 1, 0) for name in names)
-        steps.append(Step(None, sends=away, copies=tuple(Copy(name, OWN, 1) for name in names)))
-        fetch = 1
+    owners, moves = _owners(table)[::-1], [_back(move) for move in _moves(table)]
+    last, steps = len(owners) - 1, []
+    # What forward has not left goes to the rank that begins with it.
+    absent = [name for name in names if not table.keeps or table.role(name, "forward") == "absent"]
+    source, target = (0, KEPT) if table.keeps else (1, 0)
+    if absent:
+        away = tuple(Transfer(name, HERE, moves[last], source, target) for name in absent)
+        steps.append(Step(None, sends=away, copies=tuple(Copy(name, OWN, source) for name in absent)))
+    fetch = len(steps)
 
     def place(hop: int) -> Place:
         if hop == last:
@@ -244,44 +316,49 @@ def _ring_backward(table: Table) -> tuple[Step, ...]:
             move = moves[last - 1 - hop]
             sends += tuple(Transfer(name, owner, move, place(hop), place(hop + 1)) for name in names)
         arrives = -1 if hop == last else number - 1
-        sums_from = number if hop and sums else -1
-        steps.append(Step(owner, place(hop), hop % 2, hop == 0, sends, arrives, sums_from))
+        sums_from, halved = number if hop and sums else -1, _is_halved(table, owner)
+        steps.append(Step(owner, place(hop), hop % 2, hop == 0, sends, arrives, sums_from, halved=halved))
     return tuple(steps)
 
 
-def _others(table: Table) -> list[Move]:
-    return [(0, distance) for distance in range(1, table.world_size)]
+def _receivers(table: Table) -> list[Move]:
+    """To whom a rank of a gather sends its keys."""
+    return _turn(table)[1:]
 
 
 def _gather_forward(table: Table) -> tuple[Step, ...]:
     names = [item.name for item in table.named("unchanged", "forward")]
-    others = _others(table)
-    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in names for to in others)
+    receivers = _receivers(table)
+    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in names for to in receivers)
     copies = tuple(Copy(name, OWN, ALL) for name in names)
     if table.whole:
         steps = [Step(None, ALL, ALL, False, sends, copies=copies), Step(HERE, ALL, ALL, True, unchanged_from=0)]
     else:
         steps = [Step(HERE, ALL, ALL, True, sends, copies=copies)]
-    # In the order of a ring: no two ranks work on the same keys.
-    steps += [Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in others]
+    steps += _of_others(table)
     if home := _home(table, "forward"):
         steps.append(Step(None, OWN, OWN, False, home, -1, len(steps)))
     return tuple(steps)
 
 
 def _gather_backward(table: Table) -> tuple[Step, ...]:
-    of_all = table.named("unchanged", "backward")
-    fresh = [item.name for item in of_all if item.forward == "absent" or item.renewed]
-    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _others(table))
+    fresh = [item.name for item in table.named("unchanged", "backward") if item.forward == "absent" or item.renewed]
+    sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _receivers(table))
     copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, "backward")
     if fresh and not home:  # what forward has not sent goes beside the work on the own keys
-        own = Step(HERE, ALL, ALL, True, sends, copies=copies)
-        return (own, *(Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in _others(table)))
+        return (Step(HERE, ALL, ALL, True, sends, copies=copies), *_of_others(table))
     steps = [Step(None, ALL, ALL, False, sends, copies=copies)] * bool(fresh)
-    arrives = len(steps) - 1
-    steps += [Step(_back(to), ALL, ALL, unchanged_from=arrives) for to in _others(table)]
+    steps += _of_others(table, len(steps) - 1)
     steps.append(Step(HERE, ALL, ALL, True, home))
     return (*steps, Step(None, sums_from=len(steps) - 1)) if home else tuple(steps)
+
+
+def _of_others(table: Table, unchanged_from: int = 0) -> list[Step]:
+    """A gather's steps on the keys of others, in the order of a ring: no two ranks work on the same keys."""
+    return [
+        Step(_back(to), ALL, ALL, True, unchanged_from=unchanged_from, halved=_is_halved(table, to))
+        for to in _receivers(table)
+    ]
 
 
 def _home(table: Table, phase: str) -> tuple[Transfer, ...]:
@@ -290,5 +367,5 @@ def _home(table: Table, phase: str) -> tuple[Transfer, ...]:
     return tuple(
         Transfer(item.name, None if item.name in shared else to, to, ALL, RECEIVED)
         for item in table.named("summed", phase)
-        for to in _others(table)
+        for to in map(_back, _receivers(table))
     )

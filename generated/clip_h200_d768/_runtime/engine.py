@@ -10,8 +10,8 @@
     thresholds  of queries, above which pairs are left out: each phase makes them from the positives, in the same order
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
-    triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
-                (`_of_one_side`); another rank's rows are swept as keys, and nothing is summed for that rank
+    triangle    queries are keys of each other: each pair is seen once, and adds to the sums of both rows; those of
+                another rank's rows go home (`_of_one_side`, triangle.py)
 
 `gradients` has a bit each for q, k, scale, bias and vectors: a gradient is wanted. Of a side that needs none the
 product with g, its sums and their messages are left out (`package.products`).
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from . import agreement
+from . import agreement, triangle
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .means import Means
@@ -322,7 +322,7 @@ def new_saved(
             columns = columns if package.traits.crossed else package.key_count
         elif table.keeps:
             stash, columns = (room, package.dim), columns + room
-    kept_ids = stash[0] if stash and package.traits.ids and ranks > 1 else 0
+    kept_ids = stash[0] if stash and package.traits.named and ranks > 1 else 0
     guides = stash[0] if stash and package.traits.guide and ranks > 1 else 0
     return Saved(
         _new_statistics(package, q),
@@ -429,29 +429,41 @@ class _Sweep:
         """The block of a triangle with the rows of another rank."""
         traits = self.package.traits
         ids = trip["key ids"].view(-1) if traits.ids else None
+        noted = trip["key sums" if trip.carries("key sums") else "key statistics"]
         block = self.block(owner, trip["keys"], self.saved.of_keys, ids)
-        block = block._replace(first_query=self.layout.key_offset(self.layout.rank))
-        if not trip.carries("key statistics"):  # in forward
-            return block
-        noted = trip["key statistics"]
-        key_labels = trip["key labels"].view(-1) if traits.labels else None
-        return block._replace(keys=view(noted), key_positive=noted[2:], key_labels=key_labels)
+        return block._replace(
+            keys=view(noted), key_positive=noted[2:], key_labels=trip["key labels"].view(-1) if traits.labels else None,
+            first_query=self.layout.key_offset(self.layout.rank),
+        )  # fmt: skip
 
     def visits(self, trip: Trip) -> Iterator[Block]:
-        """The blocks of all queries and each owner's keys, as a trip brings them, without empty ones."""
+        """The blocks of queries and each owner's keys, as a trip brings them, without empty ones."""
         traits = self.package.traits
         for owner in trip:
-            if not (self.call.q.shape[0] and self.layout.keys[owner]):
+            if traits.triangle and trip.adds:
+                self._begin(trip)
+            share = trip.share
+            if not (share.rows and share.keys):
                 continue
             if self.means is not None:
                 self.means.see(trip["keys"])
             if traits.triangle:
-                yield self.own_block() if owner == self.layout.rank else self.block_of_rows(owner, trip)
+                block = self.own_block() if owner == self.layout.rank else self.block_of_rows(owner, trip)
+                yield block.panel(share.row, share.rows, share.key, share.keys)
             else:
                 statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
                 ids = trip["key ids"].view(-1) if traits.ids else None
                 guides = trip["guide keys"] if traits.guide else None
                 yield self.block(owner, trip["keys"], statistics, ids, guides)
+
+    def _begin(self, trip: Trip) -> None:
+        """Sums for visiting rows, of no pair where nothing was added to them and this rank's work leaves some out."""
+        if trip.fresh and trip.carries("key sums"):
+            triangle.begin(trip["key sums"], self.package.traits)
+            trip.fresh = False
+        elif trip.fresh and (not trip.share.rows or trip.share.keys < len(trip["keys"])):
+            trip["key gradients"].zero_()
+            trip.fresh = False
 
 
 def _thresholds(package: Package, call: Call) -> Tensor:
@@ -482,8 +494,12 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
     table = _table(sweep.package, layout, gradients)
     trip = Trip(group, table, "forward", layout, _tensors(sweep, table))
     for block in sweep.visits(trip):
-        schedule.forward_block(block, scratch, fresh_queries=fresh, fresh_keys=trip.fresh, arrive=trip.arrive)
+        fresh_keys = fresh if block.own else trip.fresh
+        schedule.forward_block(block, scratch, fresh_queries=fresh, fresh_keys=fresh_keys, arrive=trip.arrive)
         fresh = False
+    if sweep.package.traits.triangle:
+        for sums in trip.others("key sums"):
+            triangle.add(saved.of_queries, sums, sweep.package.traits)
     if not sweep.package.traits.has_keys:
         return None
     finished = trip.home("key statistics")
@@ -553,21 +569,40 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> Sums:
 def _of_one_side(sweep: _Sweep, weighting: _Weighting, trip: Trip | None = None) -> Sums:
     """dq of a triangle, on one device or over a trip of other ranks' rows; and no dk.
 
-    The sums are one tensor: each pair of own rows adds to two of them.
+    The sums of own rows are one tensor: each pair of them adds to two of it.
     """
     schedule, layout, q = sweep.package.schedule, sweep.layout, sweep.call.q
-    rows, room, fresh = q.shape[0], _key_room(sweep.package, q.shape[0]), True
+    rows, room = q.shape[0], _key_room(sweep.package, q.shape[0])
     total = q.new_empty((room, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
     scratch = schedule.backward_scratch(rows, max(layout.keys), q.device) if rows else None
-    for block in [sweep.own_block()] if trip is None else sweep.visits(trip):
-        schedule.backward_block(block, total, None, scratch, fresh_dq=fresh, arrive=trip and trip.arrive)
-        fresh = False
+    if trip is None:
+        schedule.backward_block(sweep.own_block(), total, total, scratch, fresh_dq=True, fresh_dk=True)
+    else:
+        _add_pairs(sweep, trip, total, scratch)
     del scratch, trip  # their memory is for the result
     dq = total = panel(total, 0, rows)
     if weighting.gradients & QUERIES and not weighting.in_place:
         dq = q.new_empty(q.shape, dtype=weighting.dtype)
     weighting.queries(total, dq)
     return dq if weighting.gradients & QUERIES else None, None
+
+
+def _add_pairs(sweep: _Sweep, trip: Trip, total: Tensor, scratch: Any) -> None:
+    """total = the sums for dq of all pairs of own rows, with those that other ranks have for them."""
+    schedule, rows, fresh = sweep.package.schedule, sweep.call.q.shape[0], True
+    for block in sweep.visits(trip):
+        share, dq, dk, fresh_dk = trip.share, total, total, trip.fresh
+        if fresh and share.rows < rows:
+            total.zero_()
+            fresh = False
+        if block.own:
+            fresh_dk = fresh
+        else:
+            dq, dk = panel(total, share.row, share.rows), panel(trip["key gradients"], share.key, share.keys)
+        schedule.backward_block(block, dq, dk, scratch, fresh_dq=fresh, fresh_dk=fresh_dk, arrive=trip.arrive)
+        fresh = False
+    for sums in trip.others("key gradients"):
+        panel(total, 0, rows).add_(sums)
 
 
 def _finished(
@@ -677,7 +712,7 @@ def _table(package: Package, layout: Layout, gradients: int, keeps: bool = True)
     table = package.table.over(len(layout.rows))
     if package.at_once(table.world_size) and not gradients:
         return table.without_sums()
-    if not gradients & KEYS:
+    if not gradients & KEYS and not package.traits.triangle:
         table = table.without_key_gradients()
     if table.keeps and not (gradients and keeps and max(layout.keys) <= _room(package, table.world_size)):
         return dataclasses.replace(table, keeps=False)
@@ -690,12 +725,13 @@ def sweep_above_diagonal(package: Package, call: Call, saved: Saved) -> None:
     block = _Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()._replace(first_key=rows)
     schedule.forward_block(block, schedule.forward_scratch(call.q, rows))
     total = call.q.new_empty((_key_room(package, rows), package.dim), dtype=schedule.STATISTICS_DTYPE)
-    schedule.backward_block(block, total, None, schedule.backward_scratch(rows, rows, call.q.device))
+    schedule.backward_block(block, total, total, schedule.backward_scratch(rows, rows, call.q.device))
 
 
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     """The tensors of a trip; those kept for backward are `of_keys`, `stash`, `ids` and `guides` of `Saved`."""
     package, layout, k, stash, statistics = sweep.package, sweep.layout, sweep.call.k, sweep.stash, sweep.saved.of_keys
+    named = "key ids" if package.traits.ids else "key labels"
     schedule, keys, ids, guides = package.schedule, k.shape[0], sweep.saved.ids, sweep.saved.guides
     dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
     own = {"keys": k}
@@ -713,19 +749,18 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
             stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2 * _losses(package), total))
-            ids = ids.new_empty((total * package.traits.ids, 1))
+            ids = ids.new_empty((total * package.traits.named, 1))
             guides = guides.new_empty((total * package.traits.guide, package.dim))
-        kept = {"keys": stash, "key statistics": statistics, "key ids": ids, "guide keys": guides}
-        if package.traits.triangle:
-            kept = {"keys": stash} | ({"key ids": ids} if package.traits.ids else {})
-        if package.traits.crossed:
+        kept = {"keys": stash, "key statistics": statistics, named: ids, "guide keys": guides}
+        if package.traits.triangle or package.traits.crossed:
             del kept["key statistics"]  # each rank has those of its own keys
         return Tensors(own, kept, dtypes, functools.partial(_merge_ranks, schedule, sweep.prefixes))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
     largest = max(layout.keys)
-    kept = {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest], "key ids": ids[:largest]}
-    kept["guide keys"] = guides[:largest]
+    kept = {"keys": stash[:largest], named: ids[:largest], "guide keys": guides[:largest]}
+    if not package.traits.triangle:
+        kept["key statistics"] = statistics[:, keys : keys + largest]
     return Tensors(own, kept, dtypes)
 
 

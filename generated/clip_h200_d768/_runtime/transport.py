@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from .group import Group, Layout, Message
 from .launch import panel, panel_columns
-from .table import HERE, KEPT, OWN, RECEIVED, Place, Step, Table, Transfer
+from .table import HERE, KEPT, OWN, RECEIVED, Place, Share, Step, Table, Transfer
 
 T = TypeVar("T")
 _Agree = Callable[[], None]
@@ -43,7 +43,7 @@ class Trip:
 
     The work reads unchanged tensors as `trip[name]` and, after `arrive()`, adds to summed tensors. `arrive` starts the
     step's messages, behind the work of earlier steps only; on a CPU they start before the work. After the loop
-    `home(name)` holds the sums of all ranks for this rank's keys.
+    `home(name)` holds the sums of all ranks for this rank's keys; of a triangle `others(name)` those of other ranks.
 
     `agree` is called once, before anything is sent. A failed transfer raises RuntimeError with phase, hop and peers.
     """
@@ -82,7 +82,7 @@ class Trip:
 
     def _range(self) -> contextlib.AbstractContextManager[Any]:
         """A profiler's range for this hop."""
-        hop = f"infcl {self._phase} hop {self._hop} of {self._table.world_size}"
+        hop = f"infcl {self._phase} hop {self._hop} of {self._table.hops(self._phase)}"
         return profiler.record_function(hop) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -94,13 +94,30 @@ class Trip:
         return self._table.role(name, self._phase) != "absent"
 
     def arrive(self) -> None:
-        """Starts this step's messages, then waits for its sums; further calls do nothing."""
+        """Starts this step's messages, then waits for the sums that it adds to; further calls do nothing."""
         self._start()
-        self._wait(self._step.sums_from, "summed")
+        if self.adds:
+            self._wait(self._step.sums_from, "summed")
 
     def home(self, name: str) -> Tensor:
         self._wait(self._step.sums_from, "summed")
         return self._rooms.home(name, self._step.sums)
+
+    def others(self, name: str) -> Sequence[Tensor]:
+        """Of a triangle the sums that other ranks have for this rank's rows, in the order in which to add them."""
+        self._wait(self._step.sums_from, "summed")
+        return self._rooms.others(name, self._step.sums)
+
+    @property
+    def share(self) -> Share:
+        """The part of the pairs of this rank's queries and the visiting keys that it computes."""
+        here, layout = self._layout.rank, self._layout
+        return self._step.share(here, self._owner, layout.rows[here], layout.keys[self._owner])
+
+    @property
+    def adds(self) -> bool:
+        """Whether this step's work adds to summed tensors."""
+        return self._table.adds(self._step)
 
     def _start(self) -> None:
         if self._pending is None:
@@ -109,7 +126,8 @@ class Trip:
         if self._agree is not None:
             self._agree()
             self._agree = None
-        what = f"{self._phase} {self._table.transport}, hop {max(self._hop, 0)} of {self._table.world_size}"
+        hops = self._table.hops(self._phase)
+        what = f"{self._phase} {self._table.transport}, hop {max(self._hop, 0)} of {hops}"
         if self._table.transport == "gather":  # in a ring's first batch every rank has messages
             Batch(self._group, what, *self._group.first_messages(self._device)).wait()
         with moment:
@@ -136,6 +154,7 @@ class _Rooms:
     size     bytes of a transfer
     ends     the message that is sent, and the one received; None for nothing
     home     the finished sums of the own keys, from this place
+    others   of a triangle the sums of other ranks for the own keys, from this place
     release  frees all but the finished sums in this place: memory for the results
     """
 
@@ -186,6 +205,9 @@ class _Slots(_Rooms):
     def home(self, name: str, place: Place) -> Tensor:
         return self.of(name, place, self._layout.rank)
 
+    def others(self, name: str, place: Place) -> list[Tensor]:
+        return [self.home(name, place)]
+
     def release(self, place: Place) -> None:
         read = {item.name for item in self._table.named("unchanged", self._phase)}
         self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place}
@@ -216,9 +238,12 @@ class _Shards(_Rooms):
         super().__init__(*given)
         rows, keys, here = self._layout.rows, self._layout.keys, self._layout.rank
         self._workers = [rank for rank, count in enumerate(rows) if count]
-        self._guests = [rank for rank in self._workers if keys[here] and rank != here]  # send sums for the own keys
+        sent_home = [sent for step in self._table.steps(self._phase) for sent in step.sends if sent.target == RECEIVED]
+        self._hosts = {self._table.rank(here, sent.of) for sent in sent_home if sent.of}  # get sums for their keys
+        origins = {self._table.rank(here, sent.to, back=True) for sent in sent_home}
+        self._guests = [rank for rank in self._workers if keys[here] and rank in origins]  # send sums for the own keys
         # The sums that all ranks get, of all keys.
-        self._shared = {sent.name for sent in self._table.steps(self._phase)[-1].sends if sent.of is None}
+        self._shared = {sent.name for sent in sent_home if sent.of is None}
         self._read, self._sums = dict[str, Sequence[Tensor]](), dict[str, Sequence[Tensor]]()
         self._received: dict[str, Tensor] = {}
 
@@ -256,6 +281,11 @@ class _Shards(_Rooms):
         for part in () if received is None else received:
             own.add_(part)
         return own
+
+    def others(self, name: str, place: Place) -> Sequence[Tensor]:
+        self._sums.pop(name, None)
+        received = self._received.pop(name, None)
+        return () if received is None else received.unbind()
 
     def release(self, place: Place) -> None:
         self._read = {}
@@ -297,12 +327,16 @@ class _Shards(_Rooms):
                 added = self._parts(name)[self._workers.index(here)] if layout.rows[here] else self._new(name, 0)
                 self._sums[name] = self._split(name, added)
             else:  # the own sums are apart: they outlive those that are sent
-                own = self._new(name, self._count(name, here), zero=not layout.rows[here])
+                count = 0 if self._table.triangle else self._count(name, here)
+                own = self._new(name, count, zero=not layout.rows[here])
                 counts = [
-                    self._count(name, rank) if layout.rows[here] and rank != here else 0
+                    self._count(name, rank) if layout.rows[here] and rank in self._hosts else 0
                     for rank in range(len(layout.keys))
                 ]
-                shards = self._new(name, sum(counts)).split(counts)
+                if self._items[name].across:
+                    shards = tuple(self._new(name, count) for count in counts)
+                else:
+                    shards = self._new(name, sum(counts)).split(counts)
                 self._sums[name] = (*shards[:here], own, *shards[here + 1 :])
         return self._sums[name]
 
