@@ -42,6 +42,7 @@ from infcl_gen.triton_start import start_triton, wait_for_triton
 _DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
 _GROUP: Any = getattr(dist, "group", SimpleNamespace(WORLD=None))  # absent from a torch without torch.distributed
 _LOG = logging.getLogger("infcl_gen")
+start_triton("key")  # until the first call there is other work, which leaves cores idle
 _USUAL = Options()  # of calls without options; making one takes 1 us of each
 
 
@@ -119,7 +120,6 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
                 if not is_being_read(given):  # a file that makes a module of its own loss
                     _literals(derive(over_prefixes(load_loss(given), parse_prefixes(prefixes))).spec)
-        start_triton("key")
 
     def extra_repr(self) -> str:
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"

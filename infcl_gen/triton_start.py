@@ -1,10 +1,13 @@
 """What Triton does once in a process, done in threads beside other work, where this machine has a GPU.
 
+A fork waits for them: a thread that is importing would leave its locks to the child for ever.
+
 key      hashes Triton's own library of 400 MB, which is part of every key in its cache: 0.3 to 0.5 s
 driver   loads what asks the GPU's driver, which on the first use of a machine a C compiler builds: 0.3 s
 """
 
 import contextlib
+import os
 import threading
 
 import torch
@@ -34,6 +37,9 @@ def wait_for_triton() -> None:
         threads = [*_begun.values()]
     for thread in threads:
         thread.join()
+
+
+os.register_at_fork(before=wait_for_triton)
 
 
 def _key() -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import os
 import pickle
 import re
 import sys
@@ -17,6 +18,7 @@ import torch
 
 import infcl_gen
 from infcl_gen import LossSpec, lazy, triton_start
+from infcl_gen.files import load_file
 from infcl_gen.losses import language
 from infcl_gen.processes import Worker, run_ranks
 from tests import lazy_rank
@@ -333,26 +335,39 @@ def test_threads_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_starts_beside_other_work_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a step that begins twice; a package that is used before Triton has started; a thread without a GPU."""
-    begun: list[str] = []
+    """Planted: a step that begins twice; a package that is used before Triton has started; a thread without a GPU; a
+    fork beside a thread."""
+    begun, may_end = list[str](), threading.Event()
 
     def step() -> None:
         begun.append("begun")
-        time.sleep(0.3)
+        may_end.wait(60.0)
         begun.append("ended")
+
+    def soon() -> None:
+        threading.Timer(0.5, may_end.set).start()
 
     monkeypatch.setattr(triton_start, "_STEPS", {"key": step, "driver": step})
     monkeypatch.setattr(triton_start, "_begun", {})
     for driver, build in ((False, "13.0"), (True, None)):
         monkeypatch.setattr(triton_start, "has_driver", lambda driver=driver: driver)
         monkeypatch.setattr(torch.version, "cuda", build)
-        infcl_gen.ContrastiveLoss()
+        load_file(Path(lazy.__file__))
         assert begun == []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    infcl_gen.ContrastiveLoss()
-    criterion = infcl_gen.ContrastiveLoss("infonce")
-    criterion(*features(4), 10.0)
+    for _ in range(2):
+        imported: Any = load_file(Path(lazy.__file__))
+    load = imported.load_cached
+    imported.load_cached = lambda problem: (load(problem), soon())[0]
+    imported.contrastive_loss(*features(4))
     assert begun == ["begun", "ended"]  # the driver's step would use the GPU
+    may_end.clear()
+    triton_start.start_triton("driver")
+    soon()
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert begun == ["begun", "ended"] * 2
 
 
 def test_a_budget_that_the_next_power_of_two_exceeds_serves_the_batch() -> None:

@@ -193,8 +193,8 @@ def test_the_source_stays_small() -> None:
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,
     165 for the sum of a column in a query's term, from the formula to the gate, 91 for weights of keys, likewise,
     15 to print an expression of costs once;
-    3 490 plan and run training steps, 15 of which remember costs; 1 005 are what users meet first, 50 of which take a
-    LossSpec itself, 20 prefixes, 75 know built-in losses without SymPy and start Triton beside other work, and refuse a
+    3 490 plan and run training steps, 15 of which remember costs; 1 011 are what users meet first, 50 of which take a
+    LossSpec itself, 20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a
     module's wrong arguments where it is made; 850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
@@ -203,4 +203,4 @@ def test_the_source_stays_small() -> None:
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
     assert rest <= 21_858, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_005 and pages <= 850 and step <= 3_490
+    assert door <= 1_011 and pages <= 850 and step <= 3_490
