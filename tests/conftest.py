@@ -36,6 +36,13 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED / "inductor"))
 # Inductor's code for the CPU is scalar: without the headers of vector instructions it compiles in 3 s instead of 14.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
+# Tests that wait, while others compute (of failures 2 minutes in all), and single tests of 5 s to 30 s, one of which
+# would keep a worker busy after the others have ended.
+FIRST = (
+    "test_failures.py", "test_bench.py", "test_search.py", "test_verify.py", "test_documents.py", "test_cli.py",
+    "test_training_run.py", "test_rows.py", "test_emission.py", "test_lazy.py",
+)  # fmt: skip
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """The GPU suite, asked for by name, fails where there is no GPU: skipping all of it is no success.
@@ -69,11 +76,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that mostly wait come first, while others compute: those of failures wait for timeouts, 2 minutes in all.
+    """Files of `FIRST` come first, in its order.
 
     GPU tests skip, with the reason, where there is no GPU; they are never silently passed.
     """
-    items.sort(key=lambda item: item.path.name != "test_failures.py")
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
