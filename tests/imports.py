@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import _imp
 import functools
+import inspect
 import marshal
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import infcl_gen.runtime
@@ -36,6 +38,11 @@ def source_of(stacklevel: int) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def module_of(frame: Any) -> ModuleType | None:
+    """`inspect.getmodule` of a frame, without a search of all modules for its file."""
+    return sys.modules.get(frame.f_globals["__name__"])
+
+
 def quicken() -> None:
     """In this process, and in those that are forked from it later."""
     for file in RUNTIME.glob("*.py"):
@@ -45,3 +52,4 @@ def quicken() -> None:
         import torch._library.utils
 
         torch._library.utils.get_source = source_of
+        torch.library.inspect = SimpleNamespace(**{**vars(inspect), "getmodule": module_of})
