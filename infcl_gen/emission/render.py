@@ -72,16 +72,20 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
     `indent`: columns before the enclosing line; `prefix`: characters that already stand on it. Raises TypeError for
     what is not None, bool, int, a finite float, str, tuple, list or dict.
     """
-    flat = _flat(value)
-    if indent + prefix + len(flat) + 1 <= LINE_WIDTH or not isinstance(value, str | dict | list | tuple) or not value:
+    return _fitted(_written(value), indent, prefix)
+
+
+def _fitted(written: "_Written", indent: int, prefix: int = 0) -> str:
+    flat, items, text = written
+    if indent + prefix + len(flat) + 1 <= LINE_WIDTH or not (items or text):
         return flat
-    if isinstance(value, str):
+    if text:
         most = LINE_WIDTH - indent - 7
-        parts = re.findall(rf".{{1,{most}}}(?:\s|\Z)|.{{1,{most}}}", value, re.DOTALL)
-        return "(\n" + "".join(f"{' ' * (indent + 4)}{_flat(part)}\n" for part in parts) + " " * indent + ")"
-    words = [key + _flat(item) for key, item in _items(value)]
+        parts = re.findall(rf".{{1,{most}}}(?:\s|\Z)|.{{1,{most}}}", text, re.DOTALL)
+        return "(\n" + "".join(f"{' ' * (indent + 4)}{_written(part).flat}\n" for part in parts) + " " * indent + ")"
+    words = [key + each.flat for key, each in items]
     if prefix or len(words) < 2 or "{" in flat[1:] or max(map(len, words)) > LINE_WIDTH - indent - 4:
-        return broken_literal(value, indent)
+        return _broken(written, indent)
     record = " " * indent + flat[0]  # as in a table
     return wrapped(record, words, flat[-1], LINE_WIDTH - 1, indent + 1).strip()
 
@@ -95,31 +99,40 @@ def wrapped(opening: str, words: Sequence[str], closing: str, width: int, indent
 
 def broken_literal(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int = 0) -> str:
     """`literal` with one line for each item of the outermost container."""
-    inner, flat = indent + 4, _flat(value)
-    lines = [f"{' ' * inner}{key}{literal(item, inner, len(key))},\n" for key, item in _items(value)]
+    return _broken(_written(value), indent)
+
+
+def _broken(written: "_Written", indent: int) -> str:
+    inner, flat = indent + 4, written.flat
+    lines = [f"{' ' * inner}{key}{_fitted(item, inner, len(key))},\n" for key, item in written.items]
     return f"{flat[0]}\n{''.join(lines)}{' ' * indent}{flat[-1]}"
 
 
-def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Items, each after the text before it on its line: a dict's key."""
-    if isinstance(value, dict):
-        return [(f"{_flat(key)}: ", item) for key, item in value.items()]
-    return [("", item) for item in value]
+class _Written(NamedTuple):
+    """A literal on one line, and the items of a container, each after the text before it, or a text itself."""
+
+    flat: str
+    items: Sequence[tuple[str, "_Written"]] = ()
+    text: str = ""
 
 
-def _flat(value: Any) -> str:
+def _written(value: Any) -> _Written:
     if isinstance(value, str):
         plain = '"' not in value and "\\" not in value and value.isascii() and value.isprintable()
-        return f'"{value}"' if plain else ascii(value)
+        return _Written(f'"{value}"' if plain else ascii(value), text=value)
     if isinstance(value, float) and not math.isfinite(value):
         raise TypeError(f"{value!r} has no literal")
     if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    if isinstance(value, dict | list | tuple):
-        opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
-        single = "," if isinstance(value, tuple) and len(value) == 1 else ""
-        return opening + ", ".join(key + _flat(item) for key, item in _items(value)) + single + closing
-    raise TypeError(f"{type(value).__name__} has no literal")
+        return _Written(repr(value))
+    if not isinstance(value, dict | list | tuple):
+        raise TypeError(f"{type(value).__name__} has no literal")
+    if isinstance(value, dict):
+        items = [(f"{_written(key).flat}: ", _written(item)) for key, item in value.items()]
+    else:
+        items = [("", _written(item)) for item in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
+    single = "," if isinstance(value, tuple) and len(value) == 1 else ""
+    return _Written(opening + ", ".join(key + item.flat for key, item in items) + single + closing, items)
 
 
 @cache
