@@ -125,7 +125,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
 
     def _loss(self, *arguments: Any) -> Tensor:
-        return _run(self.loss, self.memory_budget, *arguments)
+        return _run(self.loss, self.memory_budget, arguments)
 
 
 def contrastive_loss(
@@ -190,7 +190,7 @@ def contrastive_loss(
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
     if type(loss) is not str or ":" in loss or prefixes:
         loss = _text(loss, prefixes)
-    return _run(loss, memory_budget, q, k, scale, bias, own, *of_pairs, options)
+    return _run(loss, memory_budget, (q, k, scale, bias, own, *of_pairs, options))
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -211,7 +211,7 @@ def global_value(loss: Tensor, group: Any = None) -> Tensor:
     return value
 
 
-def _run(loss: Any, memory_budget: str | int, *arguments: Any) -> Tensor:
+def _run(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Tensor:
     """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large.
 
     It is one function: after other work, each that it called in Python would take another 0.5 us or more of each step.
