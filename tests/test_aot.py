@@ -98,12 +98,11 @@ def test_kernels_of_partners(tmp_path: Path) -> None:
     check(resources(package, "sm_90", "partners", "combine"), package, "sm_90", "partners", "combine")
 
 
-@pytest.mark.parametrize("dim", [96, 768])
-def test_kernels_of_columns(dim: int, tmp_path: Path) -> None:
-    package = infcl_gen.generate(
-        output=tmp_path / "p", loss="mil_nce", batch_size="64k", dim=dim, device_profile="h200"
-    )
+@pytest.mark.parametrize(("loss", "dim"), [("mil_nce", 96), ("mil_nce", 768), ("mil_nce_multi", 768)])
+def test_kernels_of_columns(loss: str, dim: int, tmp_path: Path) -> None:
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
     kernels = ("forward", "forward_wide", "combine", "gradient")
+    kernels += ("positives", "gradient_positives") * (loss == "mil_nce_multi")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "194d6564ced7acf43d016ea8da80d3e4971171f8a1e47a0d458c005bf67a5f9c",
+    "digest": "9fc2561e804a7a08c480ffc5c9170530de3a32cbca62c86ce092c07017291fdb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "66d76ec34e8d381e5583ca80970df9d99b109b57bd80dd95b8c253cde5851c43",
+    "digest": "e3d36540e0de9c9df0d9c2005dba03692ec76adb38f5ae6eac5cbc0b2ee56ac0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -68,6 +68,12 @@ tl.store(key_mantissa + i, sum_of_column.to(tl.float32), mask=i < queries)""",
 _POSITIVE_OF_COLUMN = """\
 reference_of_column = tl.load(positive_key_reference + i, mask=i < queries, other=0.0)
 pc = positive_log2(z, slope, reference_of_column) * LN2 + shift"""
+_COLUMNS_OF_IDS = {  # of combine_several
+    "about_columns": "columns           cp of each query; becomes ac_i",
+    "sums_of_columns": "cp = tl.load(columns + i, mask=i < queries, other=0.0)",
+    "column_of_nothing": "key_weight = tl.where(found, key_weight, nothing)",
+    "divided_columns": "tl.store(columns + i, key_weight, mask=i < queries)",
+}
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -443,7 +449,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "partnered": plan.traits.partnered,
         "about_partner": _ABOUT_PARTNER if plan.traits.partnered else ABSENT,
         "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,
-        **{name: text if plan.traits.crossed else ABSENT for name, text in _COLUMNS.items()},
+        **_columns(plan),
         "plus_column": " + key_weight" * plan.traits.crossed,
         "positive_of_column": _POSITIVE_OF_COLUMN if plan.traits.in_columns else ABSENT,
         "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
@@ -464,6 +470,12 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     }
 
 
+def _columns(plan: Plan) -> dict[str, str]:
+    """What `combine` has of the sums over queries of a query's positives."""
+    texts = _COLUMNS_OF_IDS if plan.traits.columns_of_ids else _COLUMNS
+    return {name: text if plan.traits.crossed else ABSENT for name, text in texts.items()}
+
+
 def _several_context(plan: Plan) -> dict[str, Any]:
     """What the kernels of a loss with a statistic of any number of positives read."""
     softmax, triangle, both = plan.traits.softmax_of_positives, plan.traits.triangle, plan.both_axes
@@ -477,7 +489,7 @@ def _several_context(plan: Plan) -> dict[str, Any]:
         "largest_step": PANEL_LIMIT,
         "noted_positives": plan.traits.placed and not triangle,
         "softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,
-        "slopes_of_keys": texts["slopes_of_keys"] if both else ABSENT,
+        "slopes_of_keys": texts["slopes_of_keys"] if triangle else ABSENT,
         "and_of_a_row_and_itself": " A row and itself has none." * triangle,
     }
 

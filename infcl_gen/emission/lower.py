@@ -158,6 +158,8 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     traits = plan.traits
     own = enumerate(derivation.form.vectors.values())
     numbers = _OF_ROWS | {str(symbol): f"own[{place}].double()" for place, symbol in own}
+    if traits.columns_of_ids:
+        numbers["cp"] = "columns[rows]"
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
     if traits.masked and not traits.triangle:
@@ -182,7 +184,9 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         **_torch_vectors(traits),
         "and_pooled": ", pooled: Tensor" * bool(traits.pooled),
         "about_pooled": ABOUT_POOLED if traits.pooled else ABSENT,
-        "whole_sums": "SUMS_LACK_SHIFT = False  # statistics are of whole logits" if traits.pooled else ABSENT,
+        "whole_sums": "SUMS_LACK_SHIFT = False  # statistics are of whole logits"
+        if traits.pooled or traits.columns_of_ids
+        else ABSENT,
         "and_mean": " *, mean: Tensor," * traits.means,
         "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
@@ -364,11 +368,19 @@ def _torch_columns(traits: Traits) -> dict[str, Any]:
         "column_of_nothing": "key_weight = key_weight.masked_fill(block.keys.mantissa[rows] == 0, 0.0)",
         "divided_columns": _DIVIDED_COLUMNS,
         "sum_of_column": "cp = log(block.keys, rows)",
+        "fresh_columns": "",
     }
+    if traits.columns_of_ids:
+        found |= {
+            "about_columns": "columns            fp64 (m,), cp of each query; becomes ac_i",
+            "divided_columns": "columns[rows] = key_weight",
+            "fresh_columns": "if fresh_keys:\n        block.keys.mantissa.zero_()",
+        }
     noted = traits.in_columns or not traits.crossed
     return {name: text if traits.crossed else ABSENT for name, text in found.items()} | {
+        "and_columns": ", columns: Tensor" * traits.columns_of_ids,
         "positive_of_column": _POSITIVE_OF_COLUMN if traits.in_columns else ABSENT,
-        "added_columns": "exponent = " * noted + "add_(part.keys, x2, e, 0)",
+        "added_columns": ("exponent = " * noted + "add_(part.keys, x2, e, 0)") * traits.has_keys or ABSENT,
         "noted_columns": _NOTED_COLUMNS if noted else ABSENT,
         "sums_of_positives": traits.has_keys and not traits.combined,
         "plus_column": " + key_weight" * traits.crossed,

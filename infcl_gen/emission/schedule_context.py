@@ -84,7 +84,7 @@ def schedule_context(
         "ids_of_backward": _SORTED_IDS.format("PANEL_ROWS, PANEL_KEYS") if plan.traits.sorted_ids else ABSENT,
         "unless_it_has_positives": ABSENT if plan.traits.sorted_ids else _UNLESS_IT_HAS_POSITIVES,
         "combined": plan.traits.combined,
-        "and_pooled": ", pooled" * bool(plan.traits.pooled),
+        "and_pooled": ", pooled" * bool(plan.traits.pooled) + ", columns" * plan.traits.columns_of_ids,
         "about_pooled": f"\n\n    {ABOUT_POOLED}\n    " if plan.traits.pooled else "",
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
         "read_for_positives": _WITH_FEATURES
@@ -184,7 +184,12 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
             "of each query's positive: z, and the references of its sums" + "; then what `combine` leaves" * combined,
             not plan.traits.at_once,
         ),
-        ("SUMS_LACK_SHIFT", True, "statistics are of what a logit has by z, and nothing else", plan.traits.pooled > 0),
+        (
+            "SUMS_LACK_SHIFT",
+            True,
+            "statistics are of what a logit has by z, and nothing else",
+            plan.traits.pooled > 0 or plan.traits.columns_of_ids,
+        ),
         ("FORWARD_ROWS", plan.forward_rows, "forward panel", True),
         ("FORWARD_KEYS", plan.forward_keys, "of the same", True),
         ("PANEL_ROWS", plan.panel_rows, "backward panel; on one device dq accumulates over this many rows", True),

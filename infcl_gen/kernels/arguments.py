@@ -39,7 +39,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "row_second_exponent row_second_sum key_second_exponent key_second_sum "
     "second_exponent second_mantissa key_second_mantissa partner_exponent partner_mantissa "
     "stash_reference own_reference share thresholds",
-    "*fp64": "part_sums sums pooled_ptr",
+    "*fp64": "part_sums sums pooled_ptr columns",
     "*bf16": "stash",
     "*i32": "flags",
     "*i64": "labels key_labels query_ids key_ids",

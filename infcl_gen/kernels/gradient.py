@@ -141,7 +141,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     of = ""  # the block of the kernel of positives
     if choice.traits.sorted_ids:
         sums = of_positives(choice, "", "sum_of_positives", "exponent_of_positives")
-        if choice.both_axes:
+        if choice.traits.triangle:
             sums += f" {of_positives(choice, '', 'key_sum_of_positives', 'key_exponent_of_positives')}"
         of, template = "positive", "gradient_of_ids"
         positives = arguments("q k", IDS, SCALARS, statistics(choice), sums, g, "queries keys g_stride", STRIDES,

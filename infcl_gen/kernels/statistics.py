@@ -71,7 +71,8 @@ def _of_several(choice: Choice) -> tuple[Kernel, ...]:
     total = of_positives(choice, "number_of_positives", "sum_of_positives", "exponent_of_positives")
     total += "guided guide_sum" * choice.traits.by_guide
     vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
-    taken = f"query_exponent query_mantissa {total} {SCALARS} {vectors} scale_parts bias_parts query_terms"
+    columns = "columns" * choice.traits.columns_of_ids
+    taken = f"query_exponent query_mantissa {total} {columns} {SCALARS} {vectors} scale_parts bias_parts query_terms"
     diagonal, scalars = "DIAGONAL" * choice.traits.triangle, SCALARS * choice.traits.softmax_of_positives
     positives = arguments("q k", IDS, scalars, total, "queries keys", STRIDES, diagonal, "WIDEN")
     parts = "part_guided part_guide_sum part_guide_exponent"

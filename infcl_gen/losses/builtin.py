@@ -94,8 +94,31 @@ For pairs of clips and their captions, both of which are to be far from all othe
 The authors' code adds the pair to both sums, so that it counts twice; here, as in the paper, it counts once.
 The sums of row and column of one pair are brought together once all keys were seen.
 So each rank has as many keys as queries, query i and its own key on one rank.
-Each query has one key: several candidates of a clip are not part of this loss.
-`infonce_in` sums over any number of them, in the numerator and in the rows, but not over columns.""",
+Each query has one key: `mil_nce_multi` is of any number of candidates.""",
+)
+
+_of_candidates, _row = logsumexp_over_keys(_x, where=is_positive), logsumexp_over_keys(_x)
+_both = _row + softplus(of_positive(logsumexp_over_queries(_x)) - _row)  # both sums have the candidates
+
+MIL_NCE_MULTI = LossSpec(
+    name="mil_nce_multi",
+    formula=mean_over_queries(_both + log(1 - exp(_of_candidates - _both)) - _of_candidates),
+    positives="id",
+    doc="MIL-NCE: any number of candidates of a clip against all others of the clip and of these candidates.",
+    source="Miech et al., arXiv 1912.06430, with a mean for the sum over clips",
+    use="""\
+For clips with several captions of which some belong to them: those that lie near in time, say.
+Queries are clips, and keys are captions. The candidates of a clip are the keys of its id, on any rank.
+`scale` is 1 / temperature: 1 in the paper. `bias` changes nothing.
+
+A call passes `query_ids=`, int64 (M,), and `key_ids=`, int64 (N,), both on the device of the features.
+For five captions of each clip: `query_ids=clips, key_ids=clips.repeat_interleave(5)`, clips numbered over all ranks.
+The sum of a clip is over all captions, and over all other clips of its candidates.
+The authors' code adds the candidates twice; here, as in the paper, they count once.
+
+A clip without candidates adds nothing to loss and gradients, and counts in the mean's denominator.
+Where two clips have one id each is among the other clips of their candidates.
+Ranks tell each other a few numbers of each clip, and of each caption.""",
 )
 
 _KEPT = logsumexp_over_keys(_x, where=1 - same_id * (1 - is_positive))
@@ -431,6 +454,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         RINCE,
         SOGCLR,
         MIL_NCE,
+        MIL_NCE_MULTI,
         GEMINI,
         GIST,
         CWCL,

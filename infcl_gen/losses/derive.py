@@ -12,6 +12,8 @@ at those of query i,
 
 Where query i and key i are a pair, and F has cp_i = c_i, too, as the term of key i is part of it, dL/dx_ij also has
 ac_j * exp(x_ij - c_j) with ac_j = dF/dcp of query j: the sums of row and column of one index give the factor of a key.
+Of any number of positives cp_i = log sum_j exp(c_j) over these, and in place of ac_j * exp(x_ij - c_j) stands
+exp(x_ij) * (sum_l ac_l * exp(-cp_l) over the queries l of which j is a positive).
 
 Where rows i and l are a pair, and F has rp_i = r_l, too, a_i = dF/dr + dF/drp of row l: its arguments are those of row
 i, with r and rp exchanged.
@@ -372,7 +374,9 @@ class Derivation:
             positives=self.spec.positives,
             classes=self.form.classes,
             combined=self.form.combined,
-            even=self.form.several and not self.form.guided and bool(self.query_weight.is_number),
+            even=self.form.several
+            and not (self.form.guided or self.form.crossed)
+            and bool(self.query_weight.is_number),
             vectors=tuple(self.form.vectors),
             held=len(self.statements_of_rows(torch_code, "{}", {}))
             + 8
@@ -556,12 +560,15 @@ def _printed(derivation: Derivation) -> list[Expr]:
 
 
 def _stable(slope: Expr) -> Expr:
-    """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits, and so for its negative."""
+    """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits, also among other terms, and so for its negative."""
 
     def stable(total: Expr) -> Expr:
         one, rest = total.as_coeff_Add()
-        found = one in (1, -1) and (-one * rest).func == language.sigmoid
-        return one * language.sigmoid(-(-one * rest).args[0]) if found else total
+        terms = sympy.Add.make_args(rest) if one in (1, -1) else ()
+        for falling in (term for term in terms if (-one * term).func == language.sigmoid):
+            rising = one * language.sigmoid(-(-one * falling).args[0])
+            return rising if len(terms) == 1 else sympy.factor_terms(rising + rest - falling)
+        return total
 
     return slope.replace(lambda each: each.is_Add, stable)
 

@@ -275,7 +275,8 @@ def form_of(spec: LossSpec) -> Form:
         (query_term.has(cp) and not query_term.has(r),
          "of_positive(logsumexp_over_queries(x)) has no kernel without a log-sum-exp over keys: exchange queries and "
          "keys, and write logsumexp_over_keys"),
-        (formula.has(language.of_positive) and query_term.has(cp) and excluded[:1] != ("positive",),
+        (formula.has(language.of_positive) and query_term.has(cp) and not of_positives
+         and excluded[:1] != ("positive",),
          "of_positive(logsumexp_over_queries(x)) has kernels where sums leave positives out: write where=1 - "
          "is_positive in both log-sum-exps, and positive(x) beside them"),
     )  # fmt: skip
@@ -404,12 +405,9 @@ def _check_partners(spec: LossSpec, formula: Expr, domain: Domain) -> None:
          if of_rows else "a logit with is_positive has no kernel in of_positive: write where=1 - is_positive"),
         (of_rows and spec.positives != "label",
          "of_positive needs positives='label': a row of several positives has no partner"),
-        (not of_rows and spec.positives == "id",
-         "of_positive(logsumexp_over_queries(x)) has no kernel yet where a query has several positives: write "
-         "positives='diagonal', or the sums of rows alone, as infonce_in has them"),
-        (not of_rows and spec.positives != "diagonal",
-         "of_positive(logsumexp_over_queries(x)) has kernels where each query has a key of its own: write "
-         "positives='diagonal'"),
+        (not of_rows and spec.positives not in ("diagonal", "id"),
+         "of_positive(logsumexp_over_queries(x)) has kernels where no other query has a query's key: write "
+         "positives='diagonal', or positives='id'"),
         (not of_rows and formula.has(language.mean_over_keys),
          "of_positive has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it once for "
          "each direction"),

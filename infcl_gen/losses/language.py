@@ -17,7 +17,7 @@ changes the terms of other queries, too: `derive` adds them up.
 | `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
 | `logsumexp_over_negatives(x)`        | query         | h_i = log sum_l exp(x) of the query and its own negatives    |
 | `positive(x)`                        | query or key  | x at the positive                                            |
-| `of_positive(e)`                     | query         | the log-sum-exp of its positive: c, or r of rows in pairs    |
+| `of_positive(e)`                     | query         | that of its positive, or of all: c, or r of rows in pairs    |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x, weight=w)`          | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1      |
 | `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |

@@ -19,7 +19,7 @@ from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "c_i", "pc": "p_i", "uk": "u'_i",
+    "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "C_i", "pc": "p_i", "uk": "u'_i",
     "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
     "pooled": "E", "pooled_slope": "S",
 }  # fmt: skip
@@ -37,6 +37,7 @@ _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of q
 _BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{il}}}"
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
+_KEY_FACTOR = rf"\eta_j = \sum_{{{_SAME_ID}}} \alpha_i e^{{- C_i}}"
 _POOLED = r"E = \log \sum_i e^{{{}}}", r"S = \sum_i {}"
 _POSITIVE = {"diagonal": "j = i", "label": r"j = \ell_i", "id": _SAME_ID, "none": ""}
 
@@ -105,6 +106,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **pooled_formulas(derivation, _text, *_POOLED),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
         **slopes_of_rows(derivation, _text, "a'_i", r"\alpha_i"),
+        **({"key_factor": _KEY_FACTOR} if derivation.form.crossed and derivation.form.several else {}),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
         + r", \quad j \ne i" * triangle,
         **gradients,
@@ -181,6 +183,10 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
             found["partners"] = r"\ell_{\ell_i} = i"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
+    if derivation.form.crossed:
+        found["column_statistic"] = (
+            rf"C_i = \log \sum_{{{_SAME_ID}}} e^{{c_j}}" if derivation.form.several else "C_i = c_i"
+        )
     of_queries, of_keys = derivation.form.of_means
     mean = r"m_i = \frac{1}{N} \sum_j x_{ij}"
     if derivation.form.weight:
@@ -238,7 +244,7 @@ def _gradient(derivation: Derivation) -> str:
                 at_positives = f"b_i {_BY_GUIDE}"
             second = rf"a'_i {mask}e^{{{_text(form.multiple * x)} - r'_i}} + " * form.second
             if form.crossed:
-                second = rf"\alpha_j {mask}e^{{x_{{ij}} - c_j}} + "
+                second = r"\eta_j e^{x_{ij}} + " if form.several else rf"\alpha_j {mask}e^{{x_{{ij}} - c_j}} + "
             return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + {second}{at_positives}{ends} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),

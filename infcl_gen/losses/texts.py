@@ -45,7 +45,7 @@ _PAIR = {
     "d": "d_j",
     "r2": "r2_i",
     "rp": "rp_i",
-    "cp": "c_i",
+    "cp": "C_i",
     "pc": "p_i",
     "uk": "uk_i",
     "pooled": "E",
@@ -57,6 +57,7 @@ _PAIR = {
 _SCALE_OF = {"query_scale": "query_scale_i", "key_scale": "key_scale_j"}
 _WEIGHT = "\nWEIGHT = {}, {}  # key j has the weight a + b * y_ij in it, for these a and b"
 _THRESHOLD = "\nTHRESHOLD = {}, {}  # of a query: a times the similarity of its positive, plus b, for these a and b"
+_KEY_FACTOR = "U_j = sum_i ac_i * exp(-C_i) over the queries i of which j is a positive"
 _NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
 # Of any number of positives the number, and the statistic by its kind; a query without any has any other numbers.
 _STATISTICS_OF_POSITIVES = {
@@ -65,6 +66,7 @@ _STATISTICS_OF_POSITIVES = {
     "logsumexp_over_positives": 'torch.logsumexp(x.masked_fill(~same_id & found[:, None], float("-inf")), dim=1)',
 }
 
+_COLUMNS_OF_ID = 'torch.logsumexp(c.expand_as(x).masked_fill(~same_id & found[:, None], float("-inf")), dim=1)'
 _ABOUT_LABELS = {
     "diagonal": "must be None: key i is the positive of query i, so there are as many keys as queries.",
     "label": 'int64 (M,), the index of each query\'s positive among the keys; None and "own" mean 0, 1, ..., M - 1.',
@@ -131,6 +133,7 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         **pooled_formulas(derivation, lambda part: display(part, _PAIR), "E = log sum_i exp({})", "S = sum_i {}"),
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
         **slopes_of_rows(derivation, lambda part: display(part, _PAIR)),
+        **({"key_factor": _KEY_FACTOR} if derivation.form.crossed and derivation.form.several else {}),
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})" + ", j != i" * triangle,
         **gradients,
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
@@ -219,6 +222,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found |= _second_statistic(derivation, "sum_j " + "w_ij * " * bool(excluded))
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
+    if derivation.form.crossed:
+        found["column_statistic"] = _COLUMNS[derivation.form.several]
     of_queries, of_keys = derivation.form.of_means
     if of_queries != 0 and derivation.form.weight:
         weight = display(_weight_of_keys(derivation), {guide.name: "u_i . v_j"})
@@ -229,6 +234,7 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     return found | _own_statistics(derivation)
 
 
+_COLUMNS = ("C_i = c_i", "C_i = log sum_j exp(c_j) over the positives of i")
 _COMPARED = ("z_ij", "y_ij")  # with a threshold, by whether a guide has them
 
 
@@ -304,7 +310,7 @@ def _gradient(derivation: Derivation) -> str:
         if derivation.form.second:
             second = f"a2_i * {mask}exp({display(derivation.form.multiple * x, _PAIR)} - r2_i) + "
         if derivation.form.crossed:
-            second = f"ac_j * {mask}exp(x_ij - c_j) + "
+            second = "U_j * exp(x_ij) + " if derivation.form.several else f"ac_j * {mask}exp(x_ij - c_j) + "
         return f"a_i * {mask}exp(x_ij - r_i) + {second}{at_positives}" + _of_means(derivation)
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
@@ -382,7 +388,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("rp", form.partnered, "r[labels]"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
-        ("cp", form.formula.has(cp), "c"),
+        ("cp", form.formula.has(cp), _COLUMNS_OF_ID if several else "c"),
         ("p", p in read and not form.several, at_positives.format("x")),
         ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
         ("m", form.formula.has(m), "(x * o).sum(1) / o.sum(1)" if form.weight else "x.mean(1)"),
@@ -496,6 +502,10 @@ for columns, weight in zip(PREFIXES, PREFIX_WEIGHTS):
 return total"""
 
 
+_OF_COLUMNS = ("over queries of its positive", "of those over queries of its positives")
+_SOFTMAXES_OF_COLUMNS = ("\n#     + key_weight of j * exp(x_ij - c_j)", "\n#     + U_j * exp(x_ij)\n#    ")
+
+
 def _combined_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py of a loss with a weight for each query has instead of shares."""
     if not derivation.form.combined:
@@ -526,14 +536,14 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "times_multiple": f"\nMULTIPLE = {float(derivation.form.multiple)}  # of the logits in r2"
         * derivation.form.second,
         "second_softmax": "\n#     + second_weight of i * exp(MULTIPLE * x_ij - r2_i)" * derivation.form.second
-        + "\n#     + key_weight of j * exp(x_ij - c_j)" * derivation.form.crossed,
+        + _SOFTMAXES_OF_COLUMNS[several] * derivation.form.crossed,
         "about_second": "\n    second_weight   the derivative by r2, log-sum-exp of MULTIPLE * x, times MULTIPLE"
         * derivation.form.second
         + "\n    key_weight      the derivative of `query_term` by cp" * derivation.form.crossed,
         "and_further_weights": ", second_weight" * derivation.form.second + ", key_weight" * derivation.form.crossed,
         "of_partner": ", and of its positive's by that row's `rp`" * derivation.form.partnered,
         "about_partner": "\n    rp          r of its positive, whose own positive it is" * derivation.form.partnered
-        + "\n    cp          log-sum-exp over queries of its positive" * derivation.form.crossed
+        + f"\n    cp          log-sum-exp {_OF_COLUMNS[several]}" * derivation.form.crossed
         + "\n    pc          p as that sum has it" * (pc.name in derivation.of_rows),
         "row_arguments": _broken(f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}"),
         "and_own": "".join(f" and {symbol}" for symbol in own),

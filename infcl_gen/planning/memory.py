@@ -225,6 +225,8 @@ def _common_terms(v: Choice) -> list[Any]:
         v.traits.pooled
         and BufferTerm("positives of all", "forward", (v.traits.pooled, m), "what their log-sum-exp takes", "fp64"),
         *_of_thresholds() * v.traits.thresholds,
+        v.traits.columns_of_ids
+        and BufferTerm("columns of ids", "forward", (COLUMN_NUMBERS, W * Max(m, n)), "sums of columns by id", "fp64"),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]
@@ -265,6 +267,9 @@ def _of_weights() -> tuple[BufferTerm, ...]:
         BufferTerm("sums in work", "both", (3, *matrix), "those of queries, of other ranks, and of a strip", "fp64", 3),
         BufferTerm("strips of guides", "both", strip, "features and weights of a strip of rows", "fp64", 4),
     )
+
+
+COLUMN_NUMBERS = 14  # of each query or key of all ranks: ids, sums, what travels, and temporaries
 
 
 def _of_thresholds() -> tuple[BufferTerm, ...]:

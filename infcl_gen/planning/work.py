@@ -50,6 +50,7 @@ EFFICIENCY = {
 # kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above.
 PREFIX_END = {"forward": 220, "gradient": 405}
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
+COLUMN_LAUNCHES = 400  # of two sums by id: a dozen for each bit of the number of ids
 SORT_LAUNCHES = 30  # that take the time of two sorts of ids
 ALONE = Rational(7, 5)  # time of one fused program alone on an SM, over half the time of two that share it
 # Panels of 16 384 rows are 7 % faster than panels of 2 048 (H200, D = 768).
@@ -222,9 +223,10 @@ def _means(v: Choice, *phases: str) -> list[TimeTerm]:
 
 
 def _pooled(v: Choice) -> list[TimeTerm]:
-    """Of the log-sum-exp over the positives of all queries, and of slopes by it."""
+    """Of the log-sum-exp over the positives of all queries, and of slopes by it; of sums of columns by id."""
     found = [TimeTerm("positives of all", "forward", bytes=8 * v.traits.pooled * m, launches=28)]
-    return found * bool(v.traits.pooled)
+    by_id = TimeTerm("columns of ids", "forward", bytes=64 * W * (m + n), launches=COLUMN_LAUNCHES)
+    return found * bool(v.traits.pooled) + [by_id] * v.traits.columns_of_ids
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:

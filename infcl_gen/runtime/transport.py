@@ -20,7 +20,7 @@ T = TypeVar("T")
 _Agree = Callable[[], None]
 _Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, sends and receives
 _streams: dict[int, torch.cuda.Stream] = {}  # by device: where messages are started
-TAG = 32  # of messages outside of a trip; the tags of its tensors count from 0
+_TAG = 32  # of messages outside of a trip; the tags of its tensors count from 0
 
 
 class Tensors(NamedTuple):
@@ -390,9 +390,21 @@ def over_ranks(own: Tensor, group: Group, what: str) -> Tensor:
     total, received = own.clone(), torch.empty_like(own)
     for distance in range(1, group.size):
         to, origin = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-        Batch(group, what, [Message(own, to, TAG)], [Message(received, origin, TAG)]).wait()
+        Batch(group, what, [Message(own, to, _TAG)], [Message(received, origin, _TAG)]).wait()
         total += received
     return total
+
+
+def of_ranks(own: Tensor, counts: Sequence[int], group: Group, what: str) -> Tensor:
+    """The rows of all ranks' tensors in the order of ranks; `own` is contiguous, and `counts` are their rows."""
+    found = own.new_empty((sum(counts), *own.shape[1:]))
+    parts = found.split(list(counts))
+    parts[group.rank].copy_(own)
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    sends = [Message(own, peer, _TAG) for peer in others if len(own)]
+    receives = [Message(parts[peer], peer, _TAG) for peer in others if counts[peer]]
+    Batch(group, what, sends, receives).wait()
+    return found
 
 
 class Moment:

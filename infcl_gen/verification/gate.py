@@ -414,8 +414,8 @@ class _OfQueries:
     """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
     r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
-    second log-sum-exp `second` and `dsecond` likewise, of those over queries `of_columns` and `dof_columns`; `operand`
-    is w. An error is what a value changes over the
+    second log-sum-exp `second` and `dsecond` likewise, of those over queries `of_columns` and `dof_columns`, and of
+    keys in a query's sum of these `of_ids`; `operand` is w. An error is what a value changes over the
     intervals of its arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
@@ -452,6 +452,9 @@ class _OfQueries:
         if traits.crossed:
             c, dc, of_columns, dof_columns = self._of_sum(y.T, dx.T)
             self.of_columns, self.dof_columns = of_columns.T, dof_columns.T
+            self.of_ids = torch.eye(len(x), dtype=x.dtype, device=x.device)
+            if traits.several:
+                c, dc = self._of_ids(c, dc, at)
             numbers.append(c)
             errors.append(dc)
         q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
@@ -526,6 +529,13 @@ class _OfQueries:
         dprobability = probability * (dx + mean[:, None] + self.v)
         return r, mean + self.v * (finite + self.long_sum), probability, dprobability
 
+    def _of_ids(self, c: Tensor, dc: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp of these of each query's positives `at`, and its error; writes the shares of keys in it."""
+        found = at.any(1)
+        of_each = torch.where(at, c, -torch.inf).logsumexp(1).masked_fill(~found, 0.0)
+        self.of_ids = torch.where(at, (c - of_each[:, None]).exp(), 0.0)
+        return of_each, (self.of_ids * dc).sum(1) + self.v * (of_each.abs() + self.long_sum)
+
     def _by_guide(self, x: Tensor, dx: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """p, the mean by the softmax of a guide, and its error; writes the guide's shares."""
         u, t = inputs.guide_queries, inputs.guide_keys
@@ -577,9 +587,11 @@ def _of_combined(
         smooth = smooth + second[:, None] * of.second
         dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
         dg += (dsecond + cancels)[:, None] * of.second
-    if traits.crossed:
-        smooth = smooth + second * of.of_columns
-        dg += second.abs() * (of.dof_columns + statistics.smallest_normal) + (dsecond + cancels) * of.of_columns
+    if traits.crossed:  # by key, whose share in a sum is as wrong as that of the pair in the key's
+        of_key, size = second @ of.of_ids, second.abs() @ of.of_ids
+        smooth = smooth + of_key * of.of_columns
+        dg += size * (of.dof_columns + statistics.smallest_normal)
+        dg += ((dsecond + cancels) @ of.of_ids + of.v * size) * of.of_columns
     g = smooth + slope[:, None] * of.positive
     if traits.by_guide:  # all pairs round alike
         smooth = g

@@ -214,7 +214,8 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
             assert same_id is not None
             if k is None:
                 same_id = same_id & (at[:, None] != places)
-            return kept(x, part, at, ()).logsumexp(1), *mathematics.of_positives(x, same_id)
+            y = kept(x, part, at, ())
+            return y.logsumexp(1), *mathematics.of_positives(x, same_id), y.logsumexp(0)
         y = kept(x, part, at, mathematics.CLASSES, above_of(mathematics, inputs, at, q, others))
         of_multiple = () if times is None else ((times * y).logsumexp(1),)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0], *of_multiple
@@ -234,9 +235,14 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
         rest = numbers_of_rows(mathematics, r, p, r, factor, bias, len(q), len(others), own)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
     if several:
-        r, found_any, n, p = (torch.cat(each) for each in zip(*found, strict=True))
+        *of_rows, by_key = zip(*found, strict=True)
+        r, found_any, n, p = map(torch.cat, of_rows)
         own = inputs.vectors(mathematics, q, factor, bias, features)
-        rest = numbers_of_rows(mathematics, r, p, r, factor, bias, len(q), len(others), own, n)
+        columns = None
+        if "cp" in mathematics.OF_ROWS:
+            c = torch.stack(by_key).logsumexp(0)
+            columns = torch.cat([_of_positives(c, each, inputs.key_ids) for each in split[3]])
+        rest = numbers_of_rows(mathematics, r, p, r, factor, bias, len(q), len(others), own, n, columns=columns)
         return _gradients((mathematics.of_queries(r, p, **rest)[0] * found_any).sum() / len(q), leaves)
     by_query, by_key, at_positive, *of_multiple = (tuple(each) for each in zip(*found, strict=True))
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
@@ -259,6 +265,13 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
     if mathematics.HAS_KEYS:
         loss = loss + mathematics.key_term(c, p).sum()
     return _gradients(loss / len(q) + of_all, leaves)
+
+
+def _of_positives(c: Tensor, query_ids: Tensor, key_ids: Tensor | None) -> Tensor:
+    """The log-sum-exp of the numbers of each query's positives, by ids; any number where there are none."""
+    assert key_ids is not None
+    same_id = query_ids[:, None] == key_ids[None, :]
+    return c.expand(same_id.shape).masked_fill(~same_id & same_id.any(1, keepdim=True), -torch.inf).logsumexp(1)
 
 
 def mean_share(mathematics: Any) -> float:

@@ -25,6 +25,7 @@ PROBLEMS = {
     "two sums of a triangle": {"loss": "hard_negative"},
     "sums of partners": {"loss": "four_block"},
     "sums of columns": {"loss": "mil_nce"},
+    "columns of ids": {"loss": "mil_nce_multi"},
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
     "guide": {"loss": "distill"},

@@ -87,6 +87,7 @@ PACKAGES += [planned("panel", "hard_negative", "bf16", 768), planned("panel", "h
 PACKAGES += [planned("panel", "hard_keys", "bf16", 96), planned("panel", "dclw", "bf16", 768)]
 PACKAGES += [planned("panel", "four_block", "bf16", 768), planned("panel", "weighed_by_partner", "fp32", 96)]
 PACKAGES += [planned("panel", "mil_nce", "bf16", 768), planned("panel", "weighed_by_column", "fp32", 96)]
+PACKAGES += [planned("panel", "mil_nce_multi", "bf16", 768), planned("panel", "mil_nce_multi", "fp32", 96)]
 SMOOTH = [planned(way, "smooth_clip", "bf16", 64) for way in ("panel", "fused", "stash")]
 SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip", "fp32", 96)]
 PACKAGES += SMOOTH

@@ -65,6 +65,7 @@ MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
 TWO_SUMS, TWO_SUMS_OF_ROWS = Made("panel", "hard_keys"), Made("panel", "hard_negative")
 PARTNERS, PARTNERS_APART = Made("panel", "four_block"), Made("panel", "weighed_by_partner")
 COLUMNS, COLUMNS_APART = Made("panel", "mil_nce"), Made("panel", "weighed_by_column")
+COLUMNS_OF_IDS = Made("panel", "mil_nce_multi")
 TWO_SUMS_OF_A_RING = Made("panel", "hard_negative", devices=4, settings=(("transport", "ring"),))
 MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
@@ -1270,6 +1271,24 @@ BUGS: dict[str, Bug] = {
         (("kernels.py", "tl.store(key_mantissa + i, sum_of_column", "tl.store(key_mantissa + i, mantissa"),),
         checks.numerics,
         (case(),),
+    ),
+    "columns of ids have no slope": Bug(
+        COLUMNS_OF_IDS,
+        (("kernels.py", "tl.store(columns + i, key_weight", "tl.store(columns + i, 0.0 * key_weight"),),
+        checks.numerics,
+        (dataclasses.replace(case(), seed=3),),
+    ),
+    "positives have no part by their columns": Bug(
+        COLUMNS_OF_IDS,
+        (("kernels.py", "value += tl.exp2(tl.fma(z, slope, -e[None, :])) * b[None, :]", "value += 0.0 * e[None, :]"),),
+        checks.numerics,
+        (dataclasses.replace(case(), seed=3),),
+    ),
+    "the shift is no part of the sum of columns": Bug(
+        COLUMNS_OF_IDS,
+        (("schedule.py", "SUMS_LACK_SHIFT = True", "SUMS_LACK_SHIFT = False"),),
+        checks.numerics,
+        (dataclasses.replace(case(), bias=-2.0, seed=3),),
     ),
     "positives are in the sums of columns": Bug(
         COLUMNS,

@@ -28,6 +28,8 @@ PACKAGES = {
     "two sums of a triangle": Made("panel", "hard_negative"),
     "sums of partners": Made("panel", "weighed_by_partner"),
     "sums of columns": Made("panel", "weighed_by_column"),
+    "columns of ids": Made("panel", "mil_nce_multi"),
+    "columns of ids, fp32": Made("panel", "mil_nce_multi", "fp32", dim=8),
     "sums of columns, fp32": Made("panel", "mil_nce", "fp32", dim=8),
     "two sums, pointers": Made("panel", "hard_keys", settings=(("descriptors", "off"),)),
     "two sums, fp32": Made("panel", "squared_weights", "fp32", dim=8),
@@ -74,5 +76,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 def test_the_cpu_target() -> None:
     losses = ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out", "distill")
-    for loss in (*losses, "four_block", "gist", "mil_nce"):
+    for loss in (*losses, "four_block", "gist", "mil_nce", "mil_nce_multi"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in (range(1, 131) if LONG else EDGES)])

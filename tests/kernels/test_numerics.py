@@ -20,7 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
-    "sogclr", "dclw", "weighed_by_all", "weighed_by_column", "weighed_sides",
+    "sogclr", "dclw", "weighed_by_all", "weighed_by_column", "weighed_sides", "mil_nce_multi",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -57,7 +57,10 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard", "sogclr")),
         *(("panel", loss) for loss in ("dclw", "debiased", "rince_of_rows", "margin_of_rows", "four_block")),
         *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "weighed_by_all")),
-        *(("panel", loss) for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill")),
+        *(
+            ("panel", loss)
+            for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill", "mil_nce_multi")
+        ),
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
@@ -160,6 +163,7 @@ RANKS = [
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
     ("panel", "gist", "bf16", "ring"), ("panel", "gist", "fp32", "gather"),
     ("panel", "mil_nce", "bf16", "ring"), ("panel", "weighed_by_column", "fp32", "gather"),
+    ("panel", "mil_nce_multi", "bf16", "gather"), ("panel", "mil_nce_multi", "fp32", "ring"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
     ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
     ("rows", "smooth", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
@@ -233,6 +237,7 @@ SELFTESTS = [
     ("panel", "four_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
     ("panel", "distill", "bf16"), ("panel", "gist", "bf16"), ("panel", "mil_nce", "bf16"),
+    ("panel", "mil_nce_multi", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),
 ]  # fmt: skip

@@ -598,11 +598,11 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "columns of labels": (
         spec(mean_over_queries(softplus(ROW - of_positive(COLUMN)) - positive(X))),
-        "each query has a key of its own: write positives='diagonal'",
+        "no other query has a query's key: write positives='diagonal', or positives='id'",
     ),
-    "columns of several positives": (
-        spec(mean_over_queries(softplus(ROW - of_positive(COLUMN)) - mean_over_positives(X)), "id"),
-        "where a query has several positives: write positives='diagonal', or the sums of rows alone, as infonce_in",
+    "columns without several positives": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - of_positive(COLUMN) - mean_over_positives(X)), "id"),
+        "where= with is_positive has no kernel yet beside positives='id': leave it out of that log-sum-exp",
     ),
     "columns beside both sides": (
         spec(mean_over_queries(softplus(ROW - of_positive(COLUMN))) + CLIP.formula, "diagonal"),
@@ -748,7 +748,7 @@ SAID = {  # of a positive's similarity, which a logit has not, and of two log-su
     "two states": (mean_over_queries(_SUM * next_state(_OWN) * next_state(query_state)), "next_state(positive(z)) and"),
     "two log-sum-exps": (
         mean_over_queries(_SUM + logsumexp_over_keys(2 * X)) + COLUMNS_OF(X),
-        "mean_over_queries(logsumexp_over_keys(x) + logsumexp_over_keys(2 * x)) has no kernel yet",
+        "two log-sum-exps of a query have no kernel yet beside mean_over_keys: write mean_over_queries alone",
     ),
 }
 

@@ -73,6 +73,14 @@ EXPECTED = {
     "mil_nce": Traits(
         query_statistics=("logsumexp", "logsumexp_of_column"), combined=True, held=26, classes=("positive",)
     ),
+    "mil_nce_multi": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_column", "logsumexp_over_positives"),
+        positives="id",
+        combined=True,
+        held=24,
+        classes=IDS,
+        strips=3,
+    ),
     "supcon_out": Traits(
         query_statistics=("logsumexp", "mean_over_positives"),
         key_statistics=NONE,

@@ -66,6 +66,7 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 1000, "dim": 256, "dtype": "fp32", "loss": "distill"},
         {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "gist"},
         {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "mil_nce"},
+        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp32", "loss": "mil_nce_multi"},
         {"batch_size": 2000, "keys": 3000, "dim": 64, "dtype": "bf16", "loss": "distill"},
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
         {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "ntxent", "memory_budget": "16MiB"},
@@ -83,7 +84,7 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     loss = flags.get("loss", "clip")
     if derive(BUILTIN_LOSSES[loss]).traits.triangle:
         k = None
-    ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out")) else {}
+    ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out", "_multi")) else {}
     if ids and k is not None:
         ids["key_ids"] = torch.arange(keys) // 3
     if loss in ("distill", "gist"):
@@ -314,7 +315,8 @@ def test_a_ring_allocates_what_is_planned(flags: dict[str, Any], world: int, kee
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize(
-    ("loss", "dtype", "world"), [("ntxent", "bf16", 3), ("ntxent", "fp32", 8), ("mil_nce", "bf16", 3)]
+    ("loss", "dtype", "world"),
+    [("ntxent", "bf16", 3), ("ntxent", "fp32", 8), ("mil_nce", "bf16", 3), ("mil_nce_multi", "bf16", 3)],
 )
 def test_what_goes_out_anew_takes_what_is_planned(transport: str, loss: str, dtype: str, world: int) -> None:
     """Rows with their statistics of a loss of one side, or renewed statistics of keys: one rank of the real runtime;
@@ -324,10 +326,12 @@ def test_what_goes_out_anew_takes_what_is_planned(transport: str, loss: str, dty
     package, generator = infcl_gen.load(target="cpu", loss=loss, dtype=dtype, **flags), torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows, dim, generator=generator).to(DTYPES[dtype]).requires_grad_() for _ in range(2))
     sides = (q, None) if loss == "ntxent" else (q, k)
+    ids = torch.arange(rows)
+    more = {"query_ids": ids, "key_ids": ids} if loss == "mil_nce_multi" else {}
     with Echo([rows] * world, package.ContrastiveLoss._package.table).attached(package):
-        package.contrastive_loss(*sides, 3.0).backward()
+        package.contrastive_loss(*sides, 3.0, **more).backward()
         q.grad = k.grad = None
-        measured = measured_peak_bytes(lambda: package.contrastive_loss(*sides, 3.0).backward())
+        measured = measured_peak_bytes(lambda: package.contrastive_loss(*sides, 3.0, **more).backward())
     predicted = package.SPEC["predicted"]["peak_bytes"]
     assert measured <= predicted + 24 * world <= 1.1 * measured
 

@@ -82,7 +82,10 @@ BUGS = {
     ),
     "slopes are those of one rank": ("**taken).sum(), group", "**taken).sum(), None"),
     "slopes are forgotten": ("torch.stack((total, slope))", "torch.stack((total, 0.0 * slope))"),
-    "a rank's own number stands for those of all": ("torch.cat(each)", "torch.cat([own[None]] * group.size)"),
+    "a rank's own number stands for those of all": (
+        'of_ranks(own[None], [1] * group.size, group, "forward, numbers of all positives")',
+        "torch.cat([own[None]] * group.size)",
+    ),
 }
 
 

@@ -58,9 +58,9 @@ def dense_loss(
     numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
     infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
     "mil_nce" is the objective of arXiv 1912.06430 with one candidate of each clip: its pair, and its negatives, which
-    are the other captions of its clip and the other clips of its caption. "weighed_by_column" weighs log(1 +
-    e^(r - p)), r of a query's other keys, by the logistic function of c - p, c of its key's other queries, and adds a
-    quarter of log(1 + e^(c - p)).
+    are the other captions of its clip and the other clips of its caption. "mil_nce_multi" is the same with any number
+    of candidates of a clip, the captions of its id. "weighed_by_column" weighs log(1 + e^(r - p)), r of a query's other
+    keys, by the logistic function of c - p, c of its key's other queries, and adds a quarter of log(1 + e^(c - p)).
     "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of
     sentence-transformers.
     """
@@ -97,6 +97,19 @@ def dense_loss(
             of_clip, of_caption = scale * (k[others] @ q[place]) + bias, scale * (q[others] @ k[place]) + bias
             pair = scale * (q[place] @ k[place])[None] + bias
             terms.append(torch.cat((pair, of_clip, of_caption)).logsumexp(0) - pair[0])
+        return torch.stack(terms).mean()
+    if name == "mil_nce_multi":
+        assert query_ids is not None and key_ids is not None
+        terms = []
+        for place, own_id in enumerate(query_ids.tolist()):
+            candidates = [each for each, one in enumerate(key_ids.tolist()) if one == own_id]
+            clips = [each for each in range(len(q)) if each != place]
+            if not candidates:
+                terms.append(0.0 * scale * q[place].sum())
+                continue
+            of_clip = scale * (k @ q[place]) + bias
+            of_candidates = (scale * (q[clips] @ k[candidates].T) + bias).flatten()
+            terms.append(torch.cat((of_clip, of_candidates)).logsumexp(0) - of_clip[candidates].logsumexp(0))
         return torch.stack(terms).mean()
     if name == "weighed_by_column":
         x = scale * (q @ k.T) + bias

@@ -150,6 +150,7 @@ def _errors(
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     terms = scale if package.traits.combined else scale / math.sqrt(package.dim)
     errors, allowed = {}, {}
+    roundings = ROUNDINGS * (1 + 2 * package.traits.columns_of_ids)  # positives have parts of three softmaxes
     for name, value, truth, nearly in compared(found, exact, plain):
         size = float(torch.linalg.vector_norm(truth))
         if name == "dscale":  # terms of either sign: relative to the sum of their absolute values
@@ -165,7 +166,7 @@ def _errors(
         size = size or 1.0  # one pair has no gradients
         errors[name] = _distance(value, truth) / size
         unavoidable = _distance(nearly, truth) + rounded.get(name, 0.0)
-        allowed[name] = 2.0 * unavoidable / size + (ROUNDINGS + terms) * product
+        allowed[name] = 2.0 * unavoidable / size + (roundings + terms) * product
     return errors, allowed
 
 

@@ -162,14 +162,19 @@ class Traits:
 
     @property
     def crossed(self) -> bool:
-        """Whether a query's term has the log-sum-exp over queries of its positive, the key of its index on its rank.
-        Both sums together then make the factor of a key, which is known only once forward has ended."""
+        """Whether a query's term has the log-sum-exp over queries of its positive, the key of its index on its rank, or
+        that of all its positives. These sums make the factor of a key, which is known only once forward has ended."""
         return "logsumexp_of_column" in self.query_statistics
 
     @property
+    def columns_of_ids(self) -> bool:
+        """Whether these are of any number of positives, on any rank: ranks tell each other the sums of their keys."""
+        return self.crossed and self.several
+
+    @property
     def in_columns(self) -> bool:
-        """Whether that sum of a column has its positive, too."""
-        return self.crossed and not self.without_positives
+        """Whether that sum of one column has its positive, too."""
+        return self.crossed and not self.several and not self.without_positives
 
     @property
     def by_guide(self) -> bool:
@@ -189,7 +194,7 @@ class Traits:
     @property
     def own_keys(self) -> bool:
         """Whether each rank has as many keys as queries: what a query has by its own key is made on its rank."""
-        return self.thresholds or self.crossed
+        return self.thresholds or (self.crossed and not self.several)
 
     @property
     def keeps_keys(self) -> bool:

@@ -9,6 +9,8 @@
     state       `combine` makes the next state of each query, and the operators of ops.py write it where the caller's is
     thresholds  of queries, above which pairs are left out: each phase makes them from the positives, in the same order
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
+    columns     of any number of positives are summed by ids before `combine`, and what keys get by that after it
+                (columns.py)
     pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
     triangle    queries are keys of each other: each pair is seen once, and adds to the sums of both rows; those of
                 another rank's rows go home (`_of_one_side`, triangle.py)
@@ -39,6 +41,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import agreement, triangle
+from .columns import Columns
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .means import Means
@@ -99,7 +102,11 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         ours = sweep.own_block()._replace(keys=keys)
         if package.traits.combined and not by_rows:
             of_all = [pooled(package, ours, group)] if package.traits.pooled else []
+            columns = Columns(package, ours, group, layout) if package.traits.columns_of_ids else None
+            of_all += [] if columns is None else [columns.of_queries()]
             package.schedule.combine(ours, *of_all)
+            if columns is not None:
+                columns.renew(of_all[-1])
         weight = _weight(layout, call.options)
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)

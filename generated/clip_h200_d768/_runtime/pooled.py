@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .group import Group, Message
+from .group import Group
 from .package import Block, Package
 from .statistics import log
-from .transport import TAG, Batch
+from .transport import of_ranks
 
 
 def pooled(package: Package, block: Block, group: Group | None) -> Tensor:
@@ -44,9 +44,4 @@ def _of_ranks(own: Tensor, group: Group | None) -> Tensor:
     """The numbers of all ranks, (W,), of which `own`, 0-dim, is this one's."""
     if group is None:
         return own[None]
-    each = [own[None] if rank == group.rank else own.new_empty(1) for rank in range(group.size)]
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    sends = [Message(own[None], peer, TAG) for peer in others]
-    receives = [Message(each[peer], peer, TAG) for peer in others]
-    Batch(group, "forward, numbers of all positives", sends, receives).wait()
-    return torch.cat(each)
+    return of_ranks(own[None], [1] * group.size, group, "forward, numbers of all positives")
