@@ -40,7 +40,7 @@ from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
 from tests.runtime.in_process import World
 from tests.runtime.recording import record
-from tests.verification.dense import moving_average
+from tests.verification.dense import dense, moving_average
 
 
 def numerics(made: Made, case: Case, device: str = "cpu") -> None:
@@ -1152,3 +1152,19 @@ def strided_labels(made: Made, device: str = "cpu") -> None:
             package.loss_and_grads(inputs.q, inputs.k, 2.0, labels=each) for each in (labels, labels.contiguous())
         )
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), labels.stride()
+
+
+def ties_of_thresholds(made: Made, device: str = "cpu") -> None:
+    """A negative that the guide finds exactly as near as the positive counts: products of small whole numbers are exact,
+    and each second key is as near to every query as the one before it."""
+    package, draw = module(made), torch.Generator().manual_seed(0)
+    dtype, dim = DTYPES[made.dtype], package.SPEC["problem"]["dim"]
+    q, k = (torch.nn.functional.normalize(torch.randn(40, dim, generator=draw), dim=1) for _ in range(2))
+    u, v = (torch.randint(-2, 3, (40, dim), generator=draw) for _ in range(2))
+    v[1::2] = v[::2]
+    given = [x.to(device, dtype) for x in (q, k)]
+    guides = dict(zip(("guide_queries", "guide_keys"), (x.to(device, dtype) for x in (u, v)), strict=True))
+    truth = dense(made.loss, *given, 5.0, 0.0, **guides)
+    found = package.loss_and_grads(*given, 5.0, 0.0, **guides)
+    for ours, theirs in zip(found[:3], truth[:3], strict=True):
+        assert torch.linalg.vector_norm(ours.double() - theirs) <= 0.01 * torch.linalg.vector_norm(theirs)

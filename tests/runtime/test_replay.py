@@ -102,7 +102,7 @@ def test_nothing_is_recorded_where_it_is_not_planned_or_not_possible(
     assert on_gpu.replay._recorder(planned, plain) is None
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce", "margin"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "margin", "smooth", "smooth_clip"])
 def test_what_follows_a_recorded_backward_reads_what_forward_saved(
     packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:

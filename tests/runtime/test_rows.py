@@ -10,6 +10,7 @@ from infcl_gen.emission import import_package
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.properties import Case, tensors
 from infcl_gen.verification.worker import averaged
+from tests.runtime.conftest import SMOOTH
 from tests.runtime.pool import Pool
 
 SHARDS = {1: [[150]], 2: [[150, 10], [0, 70]], 3: [[60, 0, 90], [140, 5, 0]]}
@@ -23,17 +24,19 @@ def test_rows_of_panels_over_gloo(tmp_path: Path) -> None:
     """On one rank to three, in uneven shards, one of them empty, and two rows of panels; keys lie on the ranks in the
     other order."""
     pool = Pool(max(SHARDS), tmp_path, backend="gloo-interpreted", groups=[tuple(range(world)) for world in SHARDS])
+    (tmp_path / "smooth.py").write_text(SMOOTH)
     try:
         for world, shards in SHARDS.items():
-            over_gloo(pool, tmp_path, world, shards)
+            over_gloo(pool, tmp_path, "infonce", world, shards)
+        over_gloo(pool, tmp_path, f"{tmp_path}/smooth.py:INFONCE", 2, [[150, 10]])  # with the mean of all logits
     finally:
         pool.close()
 
 
-def over_gloo(pool: Pool, folder: Path, world: int, shards: list[list[int]]) -> None:
+def over_gloo(pool: Pool, folder: Path, loss: str, world: int, shards: list[list[int]]) -> None:
     settings = SMALL | ({"transport": "gather"} if world > 1 else {})
     generated = infcl_gen.generate(
-        output=folder / f"rows_of_{world}", loss="infonce", batch_size=512, dim=16, dtype="bf16", devices=world,
+        output=folder / f"rows_of_{world}{'_smooth' * (loss != 'infonce')}", loss=loss, batch_size=512, dim=16, dtype="bf16", devices=world,
         device_profile="h200", set=settings,
     )  # fmt: skip
     package, ranks = import_package(generated), tuple(range(world))
