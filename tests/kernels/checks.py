@@ -1155,7 +1155,7 @@ def strided_labels(made: Made, device: str = "cpu") -> None:
 
 
 def ties_of_thresholds(made: Made, device: str = "cpu") -> None:
-    """A negative that the guide finds exactly as near as the positive counts. Products of small whole numbers are exact,
+    """A negative that a guide finds exactly as near as the positive counts. Products of small whole numbers are exact,
     and each second key is as near to every query as the one before it."""
     package, draw = module(made), torch.Generator().manual_seed(0)
     dtype, dim = DTYPES[made.dtype], package.SPEC["problem"]["dim"]

@@ -35,9 +35,10 @@ def test_rows_of_panels_over_gloo(tmp_path: Path) -> None:
 
 def over_gloo(pool: Pool, folder: Path, loss: str, world: int, shards: list[list[int]]) -> None:
     settings = SMALL | ({"transport": "gather"} if world > 1 else {})
+    output = folder / f"rows_{len(list(folder.iterdir()))}_of_{world}"
     generated = infcl_gen.generate(
-        output=folder / f"rows_{len(list(folder.iterdir()))}_of_{world}", loss=loss, batch_size=512, dim=16, dtype="bf16", devices=world,
-        device_profile="h200", set=settings,
+        output=output, loss=loss, batch_size=512, dim=16, dtype="bf16", devices=world, device_profile="h200",
+        set=settings,
     )  # fmt: skip
     package, ranks = import_package(generated), tuple(range(world))
     assert package.SPEC["plan"]["schedule"]["whole"] == (world > 1)
