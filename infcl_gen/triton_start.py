@@ -26,8 +26,8 @@ def start_triton(*steps: str) -> None:
     with _lock:
         for step in steps:
             if step not in _begun:
-                # A daemon: a process that has nothing else to do does not wait for it.
-                _begun[step] = threading.Thread(target=_STEPS[step], name=f"infcl_gen {step}", daemon=True)
+                # No daemon: a process that ends sooner would end it amid an import, and might crash.
+                _begun[step] = threading.Thread(target=_STEPS[step], name=f"infcl_gen {step}")
                 _begun[step].start()
 
 
