@@ -173,7 +173,7 @@ def contrastive_loss(
                    device of q, without gradients
     group          a ProcessGroup, a 1-D DeviceMesh, "local" (this device alone), or None: the default group, if any
     grad_sync      "mean": gradients are right after averaging over ranks (DDP, FSDP2); "sum": after adding them up
-    reduction      "mean", or "sum": M times as much
+    reduction      "mean"; "sum": M times as much; "none": the loss of each query of this rank, (M,), for any grad_sync
     check_ranks    "first" and "always": ranks compare package, versions and arguments at each call, and labels on a
                    device at the first or at each; "never": only that they are in the same call
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
@@ -188,8 +188,8 @@ def contrastive_loss(
         options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
-    if type(loss) is not str or ":" in loss or prefixes:
-        loss = _text(loss, prefixes)
+    if type(loss) is not str or ":" in loss or prefixes or reduction == "none":
+        loss = _text(loss, prefixes, reduction)
     return _run(loss, memory_budget, (q, k, scale, bias, own, *of_pairs, options))
 
 
@@ -270,17 +270,18 @@ def _untraced() -> Callable[..., Tensor]:
     return _disabled or _load_and_run
 
 
-def _text(loss: Any, prefixes: Any = ()) -> Any:
-    """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes, as its literals.
+def _text(loss: Any, prefixes: Any = (), reduction: str = "mean") -> Any:
+    """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes or rows, as its literals.
 
     A file by its absolute path, since the process may change its folder before the first call.
     """
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
-    if prefixes:
+    if prefixes or reduction == "none":
         if torch.compiler.is_compiling():
-            raise TypeError("under torch.compile prefixes are given to infcl_gen.ContrastiveLoss, made outside")
+            word = "prefixes are given to infcl_gen.ContrastiveLoss" if prefixes else "reduction='none' takes a package"
+            raise TypeError(f"under torch.compile {word}, made outside")
         with contextlib.suppress(InputError):
-            return _over_prefixes(text, parse_prefixes(prefixes))
+            return _changed(text, parse_prefixes(prefixes) if prefixes else (), reduction)
     if not isinstance(text, str) and isinstance(text, Formula):
         if torch.compiler.is_compiling():
             raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
@@ -293,11 +294,12 @@ def _text(loss: Any, prefixes: Any = ()) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _over_prefixes(loss: Any, prefixes: tuple[tuple[int, float], ...]) -> str:
-    """The loss over these prefixes as JSON. Raises LossError for one that cannot have them."""
+def _changed(loss: Any, prefixes: tuple[tuple[int, float], ...], reduction: str) -> str:
+    """The loss over these prefixes, or for each query, as JSON. Raises LossError for one that cannot have them."""
     from infcl_gen.losses import load_loss, over_prefixes
 
-    return _literals(over_prefixes(load_loss(loss), prefixes))
+    spec = over_prefixes(load_loss(loss), prefixes)
+    return _literals(dataclasses.replace(spec, reduction="none") if reduction == "none" else spec)
 
 
 @functools.lru_cache(maxsize=64)

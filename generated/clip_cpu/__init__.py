@@ -84,7 +84,8 @@ def contrastive_loss(
                  device of q. They have no gradients.
     group        a ProcessGroup, a 1-D DeviceMesh, or None: the default group if there is one, else this device.
     grad_sync    "mean": gradients are right after averaging over the ranks (DDP, FSDP); "sum": after summing.
-    reduction    "mean", or "sum": M times as much.
+    reduction    "mean"; "sum": M times as much; "none", in a package of a LossSpec(reduction="none"): the loss of each
+                 query of this rank, (M,), in the dtype of the statistics, whatever grad_sync is.
     check_ranks  "never": ranks are not compared, except that all are in the same call. Else every call compares
                  package, versions and arguments (they travel with the sizes); labels on a device are looked at on
                  "first" use, or "always".

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9fc2561e804a7a08c480ffc5c9170530de3a32cbca62c86ce092c07017291fdb",
+    "digest": "d6220d1772cb95e2cfc4bdc016071f1a365a9ffdaaf6e7c6faaab4e1e3aeea8a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "even": False,
+            "per_row": False,
             "vectors": (),
             "held": 0,
             "classes": (),

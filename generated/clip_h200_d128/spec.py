@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "1bad3859c54db15d967584ea059949e4415b4210a03c06f705375605d74c1f93",
+    "digest": "4c611b21685bd7a8f451e04827f93892fbced17aacf2b10e5ef391f7a593c471",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "even": False,
+            "per_row": False,
             "vectors": (),
             "held": 0,
             "classes": (),

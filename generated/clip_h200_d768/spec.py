@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "e3d36540e0de9c9df0d9c2005dba03692ec76adb38f5ae6eac5cbc0b2ee56ac0",
+    "digest": "42a0c6b083532c31ef11868f8843f01ca53df1221142cfbc2b85722b03323b76",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "even": False,
+            "per_row": False,
             "vectors": (),
             "held": 0,
             "classes": (),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "10eb4adefd07de7000e01f849f026617195372a2b3a31720d4b038b18cbdafaa",
+    "digest": "d0d806c1ecc5c8fb50ac376eea347dbebe38e92b413b90a574fc404ab9cfa84f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "even": False,
+            "per_row": False,
             "vectors": (),
             "held": 0,
             "classes": (),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "a57d6c5867db6fdc1a0c979b9499926f7871fb042acdb44207aa7a73ff19cef5",
+    "digest": "9de2fef14f3056b663d633efb4e6f96ea80b55a6c54393c7e0dfd2f91524fca9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "positives": "label",
             "combined": False,
             "even": False,
+            "per_row": False,
             "vectors": (),
             "held": 0,
             "classes": (),

@@ -306,6 +306,8 @@ class Derivation:
     def largest_slope(self) -> float:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         sides = 2 if self.form.domain == "triangle" else 1
+        if self.spec.reduction == "none":
+            return math.inf
         if self.form.combined:
             of_row = self.query_weight, self.second_weight, self.key_weight, self.positive_slope, self.through_z
             return sides * math.fsum(map(_bound, of_row))
@@ -365,7 +367,8 @@ class Derivation:
             tuple(each.kind for each in self.form.statistics if each.side == side) for side in ("query", "key")
         )
         triangle = self.form.domain == "triangle"  # the gradient of a pair has the sums of both
-        of_all = by_key or triangle or self.form.pooled is not None
+        per_row = self.spec.reduction == "none"
+        of_all = by_key or triangle or self.form.pooled is not None or (per_row and by_query)
         known: Known = "all" if of_all else "row" if by_query else "before"
         return Traits(
             query_statistics=by_query,
@@ -375,8 +378,9 @@ class Derivation:
             classes=self.form.classes,
             combined=self.form.combined,
             even=self.form.several
-            and not (self.form.guided or self.form.crossed)
+            and not (self.form.guided or self.form.crossed or per_row)
             and bool(self.query_weight.is_number),
+            per_row=per_row,
             vectors=tuple(self.form.vectors),
             held=len(self.statements_of_rows(torch_code, "{}", {}))
             + 8
@@ -434,10 +438,33 @@ def derive(spec: LossSpec) -> Derivation:
     kernel, and what to write instead."""
     try:
         derivation = _derived(form_of(spec))
+        _check_rows(derivation)
         _check_prefixes(derivation)
         return derivation
     except LossError as refusal:
         raise LossError(f"loss {spec.name}: {refusal}") from None
+
+
+def _check_rows(derivation: Derivation) -> None:
+    """Raises LossError for losses of single queries whose gradients are no sums of one part for each of them, times
+    what backward has for it, or for which there are no kernels."""
+    traits, form, word = derivation.traits, derivation.form, "reduction='none'"
+    once = "write reduction='mean'"
+    if not traits.per_row:
+        return
+    refuse(
+        (traits.at_once, f"{word} has no kernel yet for sums over pairs: {once}"),
+        (traits.pooled, f"{word} has no kernel for logsumexp_over_all_positives, by which a query changes the terms of "
+                        f"all others: {once}"),
+        (traits.partnered, f"{word} has no kernel for of_positive of rows, whose weights have the terms of two rows in "
+                           f"one: {once}"),
+        (traits.crossed and traits.several, f"{word} has no kernel for columns of several positives, whose keys have "
+                                            f"the terms of several queries: {once}"),
+        (form.of_means[1] != 0, f"{word} has no kernel for mean_of_queries(x): write mean_of_keys(x) in "
+                                "mean_over_queries, whose mean is the same"),
+        (traits.weighted, f"{word} has no kernel for weights of mean_of_keys: {once}"),
+        (traits.slabs, f"{word} has no kernels over prefixes: call the loss once for each slice of the features"),
+    )  # fmt: skip
 
 
 def _check_prefixes(derivation: Derivation) -> None:

@@ -157,7 +157,7 @@ class Form:
     def combined(self) -> bool:
         """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
         of nothing, or there are any number of positives."""
-        of_row = "positive" in self.excluded or bool(self.vectors) or self.several
+        of_row = "positive" in self.excluded or bool(self.vectors) or self.several or self.spec.reduction == "none"
         return of_row or not _is_linear(self.query_term, r)
 
     @property
@@ -707,9 +707,10 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
 
 
 def _crossed(spec: LossSpec, query_term: Expr, key_term: Expr, excluded: tuple[str, ...]) -> tuple[Expr, Expr]:
-    """F and G. Where these are no sums of constant multiples of their parts, G of key i becomes part of F of query i,
-    whose positive it is: there it is a function of cp, and of pc for p."""
-    if key_term == 0 or (_is_linear(query_term, r) and _is_linear(key_term, c)):
+    """F and G. Where these are no sums of constant multiples of their parts, or a query has a loss of its own, G of key
+    i becomes part of F of query i, whose positive it is: there it is a function of cp, and of pc for p."""
+    linear = _is_linear(query_term, r) and _is_linear(key_term, c) and spec.reduction == "mean"
+    if key_term == 0 or linear:
         return query_term, key_term
     once = "write mean_over_queries alone, and call it once for each direction"
     refuse(

@@ -70,6 +70,7 @@ __all__ = [
     "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
+Reduction = Literal["mean", "none"]
 Positives = Literal["diagonal", "label", "id", "none"]
 
 LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
@@ -93,6 +94,7 @@ class LossSpec:
     prefixes   of the features, by number of columns, each with its weight: L is the sum over them of weight * the
                formula over so many first features of each side. Counts alone have a weight of 1; without any, L is the
                formula over all features. The last prefix is the whole embedding.
+    reduction  "mean"; "none": calls may also take the loss of each query, whose factors are known in backward alone.
     doc        one sentence for people.
     source     paper and equation: "Zhai et al., arXiv 2303.15343, algorithm 1".
     use        Markdown: when to use it, and what to know. Packages store neither `source` nor `use`.
@@ -107,6 +109,7 @@ class LossSpec:
     source: str = field(default="", compare=False)
     use: str = field(default="", compare=False)
     prefixes: tuple[tuple[int, float], ...] = ()
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         if not is_identifier(self.name):
@@ -121,9 +124,9 @@ class LossSpec:
         for name in ("doc", "source", "use"):
             if not isinstance(text := getattr(self, name), str):
                 raise LossError(f"{name} must be a string, not {type(text).__name__}")
-        if self.positives not in get_args(Positives):
-            valid = ", ".join(map(repr, get_args(Positives)))
-            raise LossError(f"positives={self.positives!r} is not one of {valid}")
+        for name, values in (("positives", get_args(Positives)), ("reduction", get_args(Reduction))):
+            if getattr(self, name) not in values:
+                raise LossError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, values))}")
         if not isinstance(self.formula, Expr):
             raise LossError(f"the formula must be a SymPy expression, not {type(self.formula).__name__}")
         check_size(self.formula)

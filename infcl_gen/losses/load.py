@@ -69,15 +69,22 @@ def over_prefixes(spec: LossSpec, prefixes: Any) -> LossSpec:
 
 def spec_as_dict(spec: LossSpec) -> dict[str, Any]:
     """The loss as literals, from which `spec_from_dict` makes it again without the user's file."""
-    found = {"name": spec.name, "formula": display(spec.formula), "positives": spec.positives, "doc": spec.doc}
-    return found | ({"prefixes": [list(each) for each in spec.prefixes]} if spec.prefixes else {})
+    found: dict[str, Any] = {
+        "name": spec.name,
+        "formula": display(spec.formula),
+        "positives": spec.positives,
+        "doc": spec.doc,
+    }
+    if spec.prefixes:
+        found["prefixes"] = [list(each) for each in spec.prefixes]
+    return found | ({"reduction": spec.reduction} if spec.reduction != "mean" else {})
 
 
 def is_builtin(literals: Mapping[str, Any]) -> bool:
-    """Whether the literals of a loss are those of the built-in loss of its name, over all features at once."""
+    """Whether the literals of a loss are those of the built-in loss of its name, over all features and rows at once."""
     found = BUILTIN_LOSSES.get(literals["name"])
     same = found is not None and all(literals.get(name) == value for name, value in spec_as_dict(found).items())
-    return same and "prefixes" not in literals
+    return same and not {"prefixes", "reduction"} & {*literals}
 
 
 def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
@@ -86,8 +93,8 @@ def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
     if missing:
         raise LossError(f"a stored loss lacks {', '.join(missing)}")
     formula = parse_formula(literals["formula"])
-    prefixes = literals.get("prefixes", ())
-    return LossSpec(literals["name"], formula, literals["positives"], literals.get("doc", ""), prefixes=prefixes)
+    further = {name: literals[name] for name in ("prefixes", "reduction") if name in literals}
+    return LossSpec(literals["name"], formula, literals["positives"], literals.get("doc", ""), **further)
 
 
 def parse_formula(text: str) -> Expr:

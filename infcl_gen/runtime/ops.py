@@ -228,7 +228,8 @@ def register(package: Package) -> Any:
         sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
         unrounded = Call(q, k, inputs[0], inputs[1]).cast(package).options.unrounded
         saved = engine.new_saved(package, q, k, sizes, inputs[-1] & ALL, unrounded)
-        return (q.new_empty((), dtype=statistics), *saved)
+        rows = q.shape[:1] if inputs[_GIVEN] == "none" else ()
+        return (q.new_empty(rows, dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         of_queries, of_keys, of_scalars = (inputs[-1] & bits for bits in (QUERIES, KEYS, SCALARS))

@@ -34,6 +34,8 @@ class Traits:
                       constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
                       kernel between the sweeps then makes the weight of its row
     even              whether that weight is one number for all rows that have positives, of which there may be several
+    per_row           whether a call may take the loss of each query, (m,): its factors are known in backward alone, so
+                      that no gradients are made in forward, and each query has a weight
     vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight",
                       "key_weight" of the key that is its positive, "negatives", whose log-sum-exp is such a number, and
                       last "query_state", which has no gradient: forward makes the next state in its place
@@ -65,6 +67,7 @@ class Traits:
     positives: str = "diagonal"
     combined: bool = False
     even: bool = False
+    per_row: bool = False
     vectors: tuple[str, ...] = ()
     held: int = 0
     classes: tuple[str, ...] = ()

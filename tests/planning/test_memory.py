@@ -3,6 +3,7 @@ against the world size, on which neither may depend."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -92,6 +93,17 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale, **ids).backward())
     assert measured <= predicted <= 1.1 * measured
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_losses_of_single_queries_take_what_is_planned(loss: str) -> None:
+    spec = dataclasses.replace(BUILTIN_LOSSES[loss], reduction="none")
+    package = infcl_gen.load(loss=spec, target="cpu", batch_size=3000, dim=64, dtype="bf16")
+    q, k = (torch.randn(3000, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
+    q, k, factors = q.requires_grad_(), k.requires_grad_(), torch.ones(3000)
+    step = lambda: package.contrastive_loss(q, k, 3.0, reduction="none").backward(factors)  # noqa: E731
+    measured = measured_peak_bytes(step)
+    assert measured <= package.SPEC["predicted"]["peak_bytes"] <= 1.1 * measured
 
 
 def test_siglip_fits_into_640_mb() -> None:

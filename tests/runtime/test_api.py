@@ -526,7 +526,14 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("infonce", (X, X), {"labels": torch.arange(6) - 1}, ValueError, "labels range from -1"),
     ("infonce", (X, X[:5]), {}, ValueError, "labels are needed"),
     ("clip", (X, X), {"grad_sync": "none"}, ValueError, "grad_sync"),
-    ("clip", (X, X), {"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', not 'none'"),
+    (
+        "clip",
+        (X, X),
+        {"reduction": "none"},
+        ValueError,
+        "has one loss for all queries: reduction='none' takes a package",
+    ),
+    ("clip", (X, X), {"reduction": "max"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', not 'max'"),
     ("clip", (X, X), {"check_ranks": "maybe"}, ValueError, "check_ranks"),
     ("clip", (X, X), {"group": -100}, (TypeError, ValueError), "group|member"),  # type: ignore[list-item]
     ("clip", (X, X), {"group": object()}, TypeError, "group"),

@@ -97,7 +97,7 @@ BUGS: dict[str, tuple[str, Edit]] = {
         "form", (OPS, "loss, saved = replay.unrecorded", "call.scale.mul_(2)\n        loss, saved = replay.unrecorded"),
     ),
     "a result is an input": ("form", (OPS, f"return (loss{SAVED}", f"return (call.scale{SAVED}")),
-    "a fake loss has a row": ("form", (OPS, "q.new_empty((), dtype=statistics), *s", "q.new_empty((1,)), *s")),
+    "a fake loss has a row": ("form", (OPS, "q.new_empty(rows, dtype=statistics), *s", "q.new_empty((1,)), *s")),
     "a fake gradient has the other's dtype": ("form", (OPS, "k.new_empty(k.shape if", "q.new_empty(k.shape if")),
     "the gradient formula branches on a value": (
         "form", (OPS, f"if upstream is None:{NOTHING}", f"if upstream is None or not upstream:{NOTHING}"),

@@ -26,7 +26,11 @@ from .table import planned_table
 from .traits import Traits
 from .warmup import warm_up
 
-_CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
+_CHOICES = {
+    "grad_sync": ("mean", "sum"),
+    "reduction": ("mean", "sum", "none"),
+    "check_ranks": ("first", "always", "never"),
+}
 _GUIDES = "guide_queries", "guide_keys"
 _OWN = {
     "query_weight": "weights of queries", "key_weight": "weights of keys",
@@ -222,6 +226,11 @@ def accepted(package: Package, call: Call) -> Call:
     q, k, scale, bias, passed, labels, query_ids, key_ids, guide_queries, guide_keys, options = call
     _check_choices(options)
     names = options.names
+    if options.reduction == "none" and not package.traits.per_row:
+        raise ValueError(
+            f"{package.name} has one loss for all queries: reduction='none' takes a package that was generated from a "
+            "LossSpec(..., reduction='none')"
+        )
     if package.traits.triangle:
         if k is not None:
             rows = f"{package.loss_name} compares the rows of {names[0]} with each other"

@@ -15,6 +15,7 @@ from .package import Call, Package
 from .transport import Trip
 
 EACH = 256  # rows that a GPU adds up in the statistics dtype, before their sums are in fp64
+ROWS = 4096  # at a time, where a temporary is wider than the features
 STRIP_ROWS = 32  # at a time elsewhere, where torch copies features to the dtype of their sum
 
 
@@ -48,6 +49,7 @@ class Means:
         self._package, self._call, self._count = package, call, keys
         self._seen: Tensor | None = None
         self._arrived: Tensor | None = None
+        self.rows: Tensor | None = None  # (m,), by which the parts of queries are multiplied
 
     def see(self, k: Tensor) -> None:
         """Adds keys of the batch, each of which is seen once."""
@@ -56,7 +58,9 @@ class Means:
 
     @functools.cached_property
     def queries(self) -> Tensor:
-        """The sum of this rank's queries, fp64 (D,)."""
+        """The sum of this rank's queries, fp64 (D,), times `rows`."""
+        if self.rows is not None:
+            return torch.mv(self._call.q.to(self.rows.dtype).T, self.rows).double()
         return sum_of(self._call.q, self._package.schedule.STATISTICS_DTYPE)
 
     def work(self, trip: Trip, fresh: bool) -> None:
@@ -83,13 +87,28 @@ class Means:
 
     def for_queries(self, total: Tensor, start: int) -> dict[str, Tensor]:
         """What `finish` takes for sums for dq, besides them."""
-        return {"mean": self.of_keys}
+        if self.rows is None:
+            return {"mean": self.of_keys}
+        schedule, rows = self._package.schedule, self.rows[start : start + len(total)]
+        total.addr_(rows, self.of_keys, alpha=self._package.loss.MEAN_SHARE * 2.0**schedule.GRADIENT_EXPONENT)
+        return {"mean": torch.zeros_like(self.of_keys)}
 
     def for_keys(self, total: Tensor) -> dict[str, Tensor]:
         return {"mean": self.of_queries}
 
     def _rounded(self, total: Tensor) -> Tensor:
         return (total / self._count).to(self._package.schedule.STATISTICS_DTYPE)
+
+    def added_to_rows(self, terms: Tensor) -> Tensor:
+        """The losses of this rank's queries, (m,), with what the mean of the logits of each adds, once all are seen."""
+        if not len(terms):
+            return terms
+        assert self._seen is not None
+        q, formulas = self._call.q, self._package.loss
+        z = torch.cat([part.double() @ self._seen for part in q.split(ROWS)]) / self._count
+        mean = formulas.logit(z, self._call.scale.double(), self._call.bias.double())
+        added: Tensor = mean.mul_(formulas.MEAN_SHARE).add_(terms)
+        return added.to(terms.dtype)
 
     def added(self, loss: Tensor, weight: float) -> Tensor:
         """`loss`, 0-dim, with what the mean of the logits of this rank's queries adds to it, once all keys are seen."""

@@ -45,7 +45,8 @@ class Kind(NamedTuple):
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """`engine.forward`, recorded where planned and possible."""
-    alone = package.replay and find_group(call.options.group_name) is None
+    whole = call.options.reduction != "none"
+    alone = package.replay and whole and find_group(call.options.group_name) is None
     recorder = _recorder(package, call) if alone else None
     # Hooks on saved tensors: `save_on_cpu` needs the stash itself; `checkpoint` compares shapes between two calls, of
     # which one may be unrecorded.
@@ -72,7 +73,7 @@ def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Te
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
     """`engine.backward`, recorded if the package's recording is of this kind, whichever forward it has run last."""
-    alone = package.replay and not saved.layout.shape[0]
+    alone = package.replay and call.options.reduction != "none" and not saved.layout.shape[0]
     if alone and not package.at_once(1) and not saved.stash.numel():
         recorder = _recorder(package, call)
         if recorder is not None:

@@ -11,6 +11,8 @@
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     columns     of any number of positives are summed by ids before `combine`, and what keys get by that after it
                 (columns.py)
+    per row     where a call takes the loss of each query, backward multiplies what `combine` has left of it by the
+                factor that it gets (`_times_upstream`)
     pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
     triangle    queries are keys of each other: each pair is seen once, and adds to the sums of both rows; those of
                 another rank's rows go home (`_of_one_side`, triangle.py)
@@ -58,7 +60,8 @@ Sums = tuple[Tensor | None, Tensor | None]  # for dq and dk
 
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
-    """This rank's loss (0-dim, statistics dtype) and what backward needs.
+    """This rank's loss (0-dim, statistics dtype), or with reduction "none" its queries' losses (m,), and what backward
+    needs.
 
     `call` is cast; over ranks m and n may be 0. Raises as `agreement.layout`.
     """
@@ -110,6 +113,9 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         weight = _weight(layout, call.options)
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)
+        if call.options.reduction == "none":
+            terms = ours.positive[3].clone()
+            return sweep.means.added_to_rows(terms) if isinstance(sweep.means, Means) else terms, saved
         loss = package.schedule.loss_terms(ours, weight)
         return loss if sweep.means is None else sweep.means.added(loss, weight), saved
 
@@ -118,10 +124,14 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
     """dq (m, D) and dk (n, D) in the features' dtype or `unrounded`; dscale and dbias 0-dim in the statistics dtype;
     None for those not wanted. Of a loss with vectors theirs (V, m), too, in that dtype.
 
-    `upstream` is the gradient of this rank's loss, 0-dim of any dtype. `gradients` are those of forward. All ranks of a
-    group must call it, in one order; otherwise every rank raises RuntimeError. With `Package.at_once` a rank needs no
-    other.
+    `upstream` is the gradient of this rank's loss, of its shape and any dtype. `gradients` are those of forward. All
+    ranks of a group must call it, in one order; otherwise every rank raises RuntimeError. With `Package.at_once` a rank
+    needs no other.
     """
+    each = None
+    if call.options.reduction == "none":
+        each = upstream.to(package.schedule.STATISTICS_DTYPE)
+        saved, upstream = _times_upstream(package, saved, each), call.scale.new_ones(())
     if not gradients & ALL:
         return None, None, None, None, *_of_vectors(package, saved, upstream)
     if package.at_once(saved.layout.shape[0]):
@@ -134,9 +144,33 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         layout = Layout(group.rank, rows, keys)
     with device_state(package, call.q.device, "backward"):
         sweep = _Sweep(package, call, layout, saved, group)
+        if isinstance(sweep.means, Means):
+            sweep.means.rows = each
         weighting = _Weighting(package, call, layout, upstream, gradients, means=sweep.means)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
+
+
+def _times_upstream(package: Package, saved: Saved, upstream: Tensor) -> Saved:
+    """What forward has saved of each query, times the gradient (m,) of its loss. A sum is divided: its row, or column,
+    then has the weight."""
+    traits, of_queries, vectors = package.traits, saved.of_queries.clone(), saved.of_vectors.clone()
+    positive, of_keys = of_queries[2:], saved.of_keys
+    of_queries[1] /= upstream
+    if traits.softmax_of_positives or traits.by_guide:
+        positive[0] /= upstream
+    else:
+        positive[0] *= upstream
+    positive[1:3] *= upstream
+    if not (traits.affine or traits.several):  # what positives have by their z
+        positive[4 + traits.triangle] *= upstream
+    if traits.second:
+        positive[-1] /= upstream
+    if traits.crossed:
+        of_keys = of_keys.clone()
+        of_keys[1] /= upstream
+    vectors[: traits.weighed] *= upstream
+    return saved._replace(of_queries=of_queries, of_keys=of_keys, of_vectors=vectors)
 
 
 def _of_vectors(package: Package, saved: Saved, upstream: Tensor) -> list[Tensor]:
@@ -804,6 +838,8 @@ def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
 
 
 def _weight(layout: Layout, options: Options) -> float:
+    if options.reduction == "none":
+        return 1.0
     ranks = len(layout.rows) if options.grad_sync == "mean" else 1
     return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
 

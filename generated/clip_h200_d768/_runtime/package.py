@@ -89,7 +89,7 @@ class Options(NamedTuple):
 
     group_name: str = ""
     grad_sync: str = "mean"
-    reduction: str = "mean"
+    reduction: str = "mean"  # or "sum"; "none": the loss of each query, where the package has them
     check_ranks: str = "first"
     labelling: str = "none"  # a query's positive: "none" its global row, "own" its row on this rank, "given" by labels
     unrounded: bool = False  # dq and dk stay in the statistics dtype, for features wider than the package's dtype

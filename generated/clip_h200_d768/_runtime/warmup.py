@@ -55,9 +55,9 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
     options = call.options._replace(group_name=ALONE)
     with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
         sample = Call(q, k, call.scale, call.bias, vectors, labels, query_ids, key_ids, u, v, options).cast(package)
-        _, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
+        loss, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
         if gradients:
-            engine.backward(package, sample, saved, torch.ones((), device=q.device), gradients)
+            engine.backward(package, sample, saved, torch.ones_like(loss), gradients)
         if package.traits.triangle and len(call.q) > len(q):
             engine.sweep_above_diagonal(package, sample, saved)
         if package.replay:
