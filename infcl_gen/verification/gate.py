@@ -487,6 +487,8 @@ class _OfQueries:
             r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
             similarity, second = positive_z + signs[1] * dz, own.pop(0) if traits.second else None
             partners, columns = (own.pop(0) if used else None for used in (traits.partnered, traits.crossed))
+            if traits.columns_of_ids and columns is not None:  # which have what p is of
+                r, columns = torch.maximum(r, p), torch.maximum(columns, p)
             sizes, more = (scale, bias, len(x), x.shape[1]), (count, second, partners, columns)
             return r, p, numbers_of_rows(mathematics, r, p, similarity, *sizes, own, *more, pooled=pooled)
 
