@@ -1,7 +1,8 @@
 """A derived loss as text: formulas for people, and what the templates of loss.py read."""
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -101,7 +102,8 @@ if query_state is not None:
 _ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
-def formulas_of(derivation: Derivation) -> dict[str, str]:
+@functools.lru_cache(maxsize=64)
+def formulas_of(derivation: Derivation) -> Mapping[str, str]:
     """The derivation for people: ASCII formulas by the name of the quantity."""
     slope, by_number = display(diff(derivation.logit, z), _PAIR), derivation.by_number
     times_slope = "" if slope == "1" else f" * {_wrapped(slope)}"
