@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d6220d1772cb95e2cfc4bdc016071f1a365a9ffdaaf6e7c6faaab4e1e3aeea8a",
+    "digest": "942620604035857dcb07b28378690f94d0530fd9d233447459657b0b9a49bf3e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "42a0c6b083532c31ef11868f8843f01ca53df1221142cfbc2b85722b03323b76",
+    "digest": "340630cbee1f508853b51b36b058ae65de19283da7f8202a6f6f462684790497",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -157,7 +157,8 @@ class Saved(NamedTuple):
     of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it; of a combined
                 loss what `combine` has left of them. Over P prefixes P rows of each, as of `of_keys`
     of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
-                (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
+                (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow.
+                With `Traits.crossed` always (2, n): sums over the factors of keys, which backward sends again
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
                 if it stays in a recording (replay.py)
     ids         int64 (columns, 1) of the keys in `stash`, where keys are `named` and backward reads the stash of other
