@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from infcl_gen.emission import import_package
 from infcl_gen.runtime.selftest import compared
@@ -178,6 +179,33 @@ def own_numbers(made: Made, device: str = "cpu") -> None:
     (dq,) = torch.autograd.grad(package.contrastive_loss(q, *inputs[1:3], **given), q)
     nothing = given["query_weight"] == 0
     assert bool(nothing.any()) and not bool(dq[nothing].any()), "a query of weight 0 has a gradient"
+
+
+def losses_of_rows(made: Made, device: str = "cpu") -> None:
+    """The loss of each query, and gradients for a factor of each, of which some are 0."""
+    package, both, smoothing = (
+        module(made),
+        made.loss.startswith("clip"),
+        0.1 if made.loss.startswith("smooth") else 0.0,
+    )
+    inputs = inputs_of(package, fitting(package, Case(130, 130, 0, scale=14.3, seed=3)), device)
+    factors = torch.linspace(-1, 1, 130, device=device).masked_fill(torch.arange(130, device=device) % 7 == 2, 0.0)
+
+    def found(features: torch.dtype, losses: Any) -> list[Tensor]:
+        leaves = [x.to(features).requires_grad_() for x in (inputs.q, inputs.others)]
+        values = losses(*leaves)
+        return [values.detach(), *torch.autograd.grad(values, leaves, factors.to(values.dtype))]
+
+    def dense(q: Tensor, k: Tensor) -> Tensor:
+        x, own = 14.3 * q @ k.T, torch.arange(len(q), device=device)
+        sides = [cross_entropy(y, own, reduction="none", label_smoothing=smoothing) for y in (x, x.T)]
+        return sum(sides) / 2 if both else sides[0]
+
+    ours = found(inputs.q.dtype, lambda q, k: package.contrastive_loss(q, k, 14.3, reduction="none"))
+    assert ours[0].dtype == torch.float32
+    for name, value, true in zip(("losses", "dq", "dk"), ours, found(torch.float64, dense), strict=True):
+        error = float((value.double() - true).norm() / true.norm())
+        assert error < (1e-4 if made.dtype == "fp32" else 1e-2), f"{name} are off by {error:.1e}"
 
 
 def next_states(made: Made, device: str = "cpu") -> None:

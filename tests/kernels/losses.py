@@ -30,6 +30,7 @@ near_and_ids = NEAR_AND_IDS
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()
 squared_weights, hard_keys = OF_MULTIPLES.values()
 smooth, smooth_clip, smooth_rince = SMOOTH.values()
+clip_of_rows, smooth_of_rows = (dataclasses.replace(each, reduction="none") for each in (CLIP, SMOOTH["smooth"]))
 
 over = {16: 1.0, 32: 0.5, 48: 2.0}
 clip_prefixes = dataclasses.replace(CLIP, prefixes=over)

@@ -72,9 +72,10 @@ def test_draws_cover_the_options() -> None:
         assert len({one.mask for one in ones}) >= 3 and len({one.term for one in ones}) >= 3
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
         assert any(one.weighted and one.form == "both" for one in ones)
+        assert len({one.form for one in ones if one.reduction == "none"}) >= 2
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
     assert [len(set(values)) for values in zip(*every, strict=True)] == [
-        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2, 3, 2, 3, 2, 3
+        4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 3, 2, 4, 2, 3, 2, 3, 2, 3
     ]  # fmt: skip
 
 
@@ -180,7 +181,7 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
 
 def shards_of(one: Combination, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
     """Rows and keys of each rank: a rank's positives are its own first keys, or its rows are pairs of views."""
-    weighed_keys = one.form == "both" and (one.weighted or one.term != "plain")
+    weighed_keys = one.form == "both" and (one.weighted or one.term != "plain" or one.reduction == "none")
     if one.form == "triangle" or one.above or one.crossed or weighed_keys:
         rows = [2 * (n // 2) for n in rows] if one.positives == "own" or one.coupled else rows
         return rows, rows
@@ -200,7 +201,7 @@ def over_ranks(names: list[str], ranks: int, seeds: tuple[int, ...] = (1, 2)) ->
     for (name, seed), of_ranks in zip(itertools.product(names, seeds), zip(*parts, strict=True), strict=True):
         one = COMBINATIONS[name]
         truth, sizes = truth_of(one, batch(one, seed, DIM, shards_of(one, rows, keys)))
-        share = 1 / ranks if one.grad_sync == "mean" else 1.0
+        share = 1 / ranks if one.grad_sync == "mean" and one.reduction != "none" else 1.0
         found: list[Any] = []
         for true, *results in zip(truth, *of_ranks, strict=True):
             tensors = [None if x is None else torch.tensor(x, dtype=torch.float64) for x in results]

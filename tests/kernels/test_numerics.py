@@ -197,6 +197,11 @@ def test_next_states(interpreted: Interpreter, strategy: str, loss: str) -> None
     interpreted(checks.next_states, Made(strategy, loss))
 
 
+@pytest.mark.parametrize(("loss", "dtype"), [("clip_of_rows", "bf16"), ("smooth_of_rows", "fp32")])
+def test_losses_of_single_queries(interpreted: Interpreter, loss: str, dtype: str) -> None:
+    interpreted(checks.losses_of_rows, Made("panel", loss, dtype))
+
+
 def test_rows_without_partners(interpreted: Interpreter) -> None:
     interpreted(checks.rows_without_partners, Made("panel", "four_block"))
 

@@ -92,6 +92,7 @@ class Combination:
     weighted     terms have query_weight; `hard`: queries have negatives of their own
     smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
     tempered     similarities are multiplied by a number of each query, or of each key, too; drawn apart, too
+    reduction    "none": the loss of each query, times `factors_of` it; drawn apart, too
     coupled      of a triangle: the total is that of both rows of a pair; drawn apart, too
     crossed      of sums without positives: the total is that of the query and of its key; drawn apart, too
     above        pairs above a threshold are left out, too, by their own similarities or a guide's; drawn apart, too
@@ -169,7 +170,7 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         share = sympy.Rational(SMOOTHING) / (2 if one.form == "both" else 1)
         formula -= share * mean_over_queries(mean_of_keys(other))
         formula -= share * mean_over_keys(mean_of_queries(other)) if one.form == "both" else 0
-    return LossSpec(name, formula, positives)
+    return LossSpec(name, formula, positives, reduction="none" if one.reduction == "none" else "mean")
 
 
 def _logit(one: Combination, of: Expr) -> Expr:
@@ -267,7 +268,7 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
         pairs = torch.cat((pairs, torch.einsum("id,ild->il", q, given.negatives.to(q))), 1)
     similarities, keys = pairs.to(number), len(k)
     other = _dense_logit(one, similarities, given)
-    is_own, smoothing = _are_positive(one, given), other[:, :keys].mean() * SMOOTHING if one.smoothed else 0.0
+    is_own, smoothing = _are_positive(one, given), other[:, :keys].mean(1) * SMOOTHING if one.smoothed else 0.0
     if one.margin:
         own = _dense_logit(one, _dense_margin(one, similarities), given)
         other = torch.cat((torch.where(is_own, own[:, :keys], other[:, :keys]), other[:, keys:]), 1)
@@ -283,12 +284,18 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     if one.pooled:
         of_each = similarities if one.pooled == "similarity" else _dense_logit(one, similarities, given)
         terms = terms * (1 + torch.softmax(SHARPER[one.pooled] * of_each[:, :keys][is_own], 0))
-    loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
+    losses = terms if given.query_weight is None else given.query_weight.to(number) * terms
     if one.form == "both":
         of_keys = _dense_term(one, _log(torch.where(kept, x.exp(), 0.0).sum(0)), p)
         of_keys = of_keys if given.key_weight is None else given.key_weight.to(number) * of_keys
-        loss = loss / 2 + SHARE_OF_KEYS * of_keys.mean()
-    return loss - smoothing
+        losses = losses / 2 + SHARE_OF_KEYS * of_keys
+    losses = losses - smoothing
+    return (losses * factors_of(given)).sum() if one.reduction == "none" else losses.mean()
+
+
+def factors_of(given: Inputs) -> Tensor:
+    """What the loss of each query is multiplied by, told by its features; above 0, so that no sum cancels by it."""
+    return 1.5 + torch.sin(100 * given.q.detach().double()[:, 0])
 
 
 def _dense_logit(one: Combination, similarities: Tensor, given: Inputs) -> Tensor:
@@ -359,8 +366,8 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance, smoothing, tempering, coupling, comparing, crossing, pooling = (
-        random.Random(seed) for seed in (0, 2, 3, 31, 4, 5, 33)
+    chance, smoothing, tempering, coupling, comparing, crossing, pooling, taking = (
+        random.Random(seed) for seed in (0, 2, 3, 31, 4, 5, 33, 7)
     )
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
@@ -372,11 +379,15 @@ def draws() -> Iterator[Combination]:
         one = dataclasses.replace(one, crossed=crossed, positives="diagonal" if crossed else one.positives)
         one = dataclasses.replace(one, pooled=pooling.choice(("", "", "similarity", "logit")))
         one = _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
-        yield (
-            one
-            if one.crossed
-            else _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
-        )
+        if not one.crossed:
+            one = _with_threshold(one, *(comparing.choice(each) for each in ((True, False, False), ("guide", "own"))))
+        yield _of_rows(one) if taking.random() < 0.4 else one
+
+
+def _of_rows(one: Combination) -> Combination:
+    """With the loss of each query, where there is one."""
+    none = one.form == "pairs" or one.coupled or one.pooled or (one.form == "both" and one.smoothed)
+    return one if none else dataclasses.replace(one, reduction="none")
 
 
 def _with_threshold(one: Combination, wanted: bool, above: str) -> Combination:
@@ -586,6 +597,8 @@ def call(package: Any, one: Combination, leaves: Inputs, group: Any = None) -> T
     own = {name: getattr(leaves, name) for name in (*NUMBERS, *GUIDES)}
     options = {"reduction": one.reduction, "grad_sync": one.grad_sync, "group": group}
     loss: Tensor = package.contrastive_loss(*leaves[:4], labels=labels, **ids, **own, **options)
+    if one.reduction == "none":
+        return (loss * factors_of(leaves)).sum()
     return loss
 
 
