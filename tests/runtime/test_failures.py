@@ -23,6 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from infcl_gen.runtime.group import PROTOCOL
+
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, backends, need, results
 
@@ -116,7 +118,7 @@ MISMATCHES = {
     "package": Mismatch({"package": "other"}, r"package digest differs \(rank 0: \w+, .*rank {v}: \w+"),
     "loss": Mismatch({"package": "infonce"}, r"loss differs \(rank 0: clip, .*rank {v}: infonce"),
     "torch version": Mismatch({"torch_version": "2.11.0+cu128"}, r"torch version differs .*rank {v}: 2.11.0\+cu128"),
-    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 12, .*rank {v}: 1"),
+    "protocol": Mismatch({"protocol": 1}, rf"protocol differs \(rank 0: {PROTOCOL}, .*rank {{v}}: 1"),
     "grad_sync": Mismatch({"grad_sync": "sum"}, r"grad_sync differs \(rank 0: mean, .*rank {v}: sum"),
     "an unknown grad_sync": Mismatch(
         {"grad_sync": "average"}, "arguments of rank {v} are invalid|grad_sync must be one of"
