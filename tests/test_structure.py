@@ -100,8 +100,8 @@ def test_templates_stay_small() -> None:
 
     520 lines are of sums over pairs, which share opening, products and finish with softmaxes, but no sweep; 60 tell
     apart pairs of one id; 170 are of rows of panels, whose sweep is the forward's with a reference for each query; 130
-    combine the sum of a query and its positive; 350 are of a triangle, whose panels, positives and sums of one side are
-    its own, 40 of these where it combines a sum and its positive; 20 are of queries' own numbers; 340 count and sum any
+    combine the sum of a query and its positive; 361 are of a triangle, whose panels, positives and sums of one side are
+    its own, 40 of these where it combines a sum and its positive, 11 where sums of other ranks come home; 20 are of queries' own numbers; 340 count and sum any
     number of positives, whose forward and gradient are their own on the CPU; 10 add the mean of all logits; 4 take
     factors of similarities; 70 make a second sum of each query; 36 take that of a row's partner; 225 are of a guide,
     whose sweep on the CPU and whose sums are their own; 591 are of prefixes, whose tiles grow by slabs of columns, with
@@ -110,7 +110,7 @@ def test_templates_stay_small() -> None:
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 4689 and pages <= 150
+    assert sum(lines.values()) - pages <= 4700 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -182,7 +182,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 22 192 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 22 181 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 510 for queries'
@@ -202,5 +202,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 22_192, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 22_181, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_013 and pages <= 850 and step <= 3_490

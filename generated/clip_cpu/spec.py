@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "942620604035857dcb07b28378690f94d0530fd9d233447459657b0b9a49bf3e",
+    "digest": "75b9f0e2769d15322ec495e1be1dbf39acbb0854d869469da6e86712439c4a3b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "340630cbee1f508853b51b36b058ae65de19283da7f8202a6f6f462684790497",
+    "digest": "b7206f7621169069b14391747562fba0759f66861e11645ad91e6a3b55a9db3f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

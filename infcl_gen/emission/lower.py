@@ -180,6 +180,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "compared": traits.sides[1],
         "import_math": "import math" if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
         "sums_of_keys": traits.has_keys,
+        "triangle": traits.triangle,
         "times_slope": "" if affine else " * dx/dz",
         **_torch_vectors(traits),
         "and_pooled": ", pooled: Tensor" * bool(traits.pooled),
@@ -219,7 +220,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "z_after_softmaxes": "becomes x2" if affine else "stays",
         "x2_of_strip": x2_of_strip,
         "statistics": f"LOG2E, Statistics, {'' if traits.combined else 'excess, '}log, merge"
-        + ", merge_parts" * traits.has_keys
+        + ", merge_parts" * (traits.has_keys or traits.triangle)
         + ", view" * ((traits.second and traits.triangle) or traits.partnered),
         "most_terms": "max(len(block.q), len(block.k))" if traits.has_keys else "len(block.q)",
     }
@@ -409,7 +410,6 @@ def _torch_several(traits: Traits, x2: str) -> dict[str, Any]:
         shares = f"shares = {of_both if triangle else f'strip.{own}.expand(others.shape).clone()'}"
         merged = "positive[0] += e.sum(axis)"
     return {
-        "triangle": triangle,
         "first_key": "i if block.own else 0" if triangle else "0",
         "about_p": "log-sum-exp" if softmax else "mean logit",
         "about_parts": "sum, number, and of a log-sum-exp exponent; then what `combine` leaves.",

@@ -199,3 +199,28 @@ def a_later_strip_of_wide_range(made: Made, device: str = "cpu") -> None:
     judged = gate(result, truth_of(package, inputs))
     assert not failures(judged), failures(judged)
     assert any(each[:, 1:].any() and not each[:, 0].any() for each in flags), flags
+
+
+def sums_of_visitors(made: Made, device: str = "cpu") -> None:
+    """Of a triangle's rows over ranks: sums of no pair change no number, however small; others are added up."""
+    package: Any = module(made)
+    schedule, traits = package._schedule, package._package.traits
+    triangle: Any = importlib.import_module(f"{package.__name__}._runtime.triangle")
+    numbers = {"dtype": schedule.STATISTICS_DTYPE, "device": device}
+    total = torch.ones(2 + schedule.POSITIVE_PARTS, 70, **numbers)
+    pairs = [0, *[2 + schedule.POSITIVE_PARTS - 2] * traits.second]  # rows that are exponents, before mantissas
+    for row in pairs:
+        total[row] = torch.linspace(-900, 900, 70, device=device).floor()
+        total[row + 1, :3] = 0.0
+    sums = torch.full_like(total, math.nan)
+    triangle.begin(sums, traits)
+    found = total.clone()
+    triangle.add(found, sums, traits, schedule.add_statistics)
+    for row in pairs:
+        assert torch.equal(found[row : row + 2, 3:], total[row : row + 2, 3:]), "sums of no pair change sums"
+        assert not found[row + 1, :3].any(), "sums of no pair are something"
+    assert torch.equal(found[2:4], total[2:4]), "sums of no pair change positives"
+    triangle.add(found, found.clone(), traits, schedule.add_statistics)
+    for row in pairs:
+        assert torch.equal(found[row, 3:], total[row, 3:] + 1), "equal sums do not add up to twice one"
+        assert torch.equal(found[row + 1], total[row + 1])

@@ -59,6 +59,13 @@ def test_a_rehearsal_notes_the_launches_of_a_step(interpreted: Interpreter, made
     interpreted(pieces.rehearsal, made)
 
 
+@pytest.mark.parametrize("loss", ["ntxent", "hard_negative", "supcon_in", "supcon_out"])
+def test_sums_of_visitors(interpreted: Interpreter, loss: str) -> None:
+    """Planted: exponents of 0 in sums of no pair, beside which others are lost."""
+    interpreted(pieces.sums_of_visitors, Made("panel", loss))
+    pieces.sums_of_visitors(Made("torch", loss, "fp32"))
+
+
 def test_a_later_strip_of_wide_range(interpreted: Interpreter) -> None:
     """Planted: the reference of the first strip for that of all."""
     interpreted(pieces.a_later_strip_of_wide_range, Made("stash"))

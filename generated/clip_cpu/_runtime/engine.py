@@ -498,13 +498,14 @@ class _Sweep:
                 yield self.block(owner, trip["keys"], statistics, ids, guides)
 
     def _begin(self, trip: Trip) -> None:
-        """Sums for visiting rows, of no pair where nothing was added to them and this rank's work leaves some out."""
+        """Makes sums for visiting rows to which nothing was added those of no pair; gradients where this rank's work
+        leaves rows out."""
         if trip.fresh and trip.carries("key sums"):
             triangle.begin(trip["key sums"], self.package.traits)
             trip.fresh = False
-        elif trip.fresh and (not trip.share.rows or trip.share.keys < len(trip["keys"])):
-            trip["key gradients"].zero_()
-            trip.fresh = False
+        elif trip.fresh:
+            sums, share = trip["key gradients"], trip.share
+            panel(sums, 0, share.key if share.rows else len(sums)).zero_()
 
 
 def _thresholds(package: Package, call: Call) -> Tensor:
@@ -540,7 +541,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
         fresh = False
     if sweep.package.traits.triangle:
         for sums in trip.others("key sums"):
-            triangle.add(saved.of_queries, sums, sweep.package.traits)
+            triangle.add(saved.of_queries, sums, sweep.package.traits, schedule.add_statistics)
     if not sweep.package.traits.has_keys:
         return None
     finished = trip.home("key statistics")
@@ -633,9 +634,8 @@ def _add_pairs(sweep: _Sweep, trip: Trip, total: Tensor, scratch: Any) -> None:
     schedule, rows, fresh = sweep.package.schedule, sweep.call.q.shape[0], True
     for block in sweep.visits(trip):
         share, dq, dk, fresh_dk = trip.share, total, total, trip.fresh
-        if fresh and share.rows < rows:
-            total.zero_()
-            fresh = False
+        if fresh:
+            panel(total, share.rows, rows - share.rows).zero_()
         if block.own:
             fresh_dk = fresh
         else:

@@ -7,29 +7,40 @@ log-sum-exps so far, and its positive if it was met. They travel home, and are m
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .statistics import Statistics, merge_parts, view
+from .statistics import Statistics, view
 from .traits import Traits
 
 _EXPONENT_OF_POSITIVES = 4  # as in `Block.positive`
 
 
 def begin(sums: Tensor, traits: Traits) -> None:
-    """Makes `sums` (2 + POSITIVE_PARTS, n) those of no pair: sums of 0, and positives that nobody has met."""
+    """Makes `sums` (2 + POSITIVE_PARTS, n) those of no pair: sums of 0, and positives that nobody has met.
+
+    The exponents of these sums are the lowest, so that they decide none of a merged sum.
+    """
     sums.zero_()
+    lowest = torch.finfo(sums.dtype).min
+    sums[0].fill_(lowest)
     if traits.labels:
         sums[2].fill_(math.nan)
-
-
-def add(total: Tensor, sums: Tensor, traits: Traits) -> None:
-    """total += sums, both (2 + POSITIVE_PARTS, m) of the same rows and of different pairs."""
-    positive, met = total[2:], sums[2:]
-    _merge(view(total), view(sums))
     if traits.second:
-        _merge(view(positive[-2:]), view(met[-2:]))
+        sums[-2].fill_(lowest)
+    if traits.softmax_of_positives:
+        sums[2 + _EXPONENT_OF_POSITIVES].fill_(lowest)
+
+
+def add(total: Tensor, sums: Tensor, traits: Traits, add_statistics: Callable[[Statistics, Statistics], None]) -> None:
+    """total += sums, both (2 + POSITIVE_PARTS, m) of the same rows and of different pairs, by the schedule's
+    `add_statistics`."""
+    positive, met = total[2:], sums[2:]
+    add_statistics(view(total), view(sums))
+    if traits.second:
+        add_statistics(view(positive[-2:]), view(met[-2:]))
         positive, met = positive[:-2], met[:-2]
     if traits.labels:
         torch.where(met[0].isnan(), positive, met, out=positive)
@@ -37,10 +48,6 @@ def add(total: Tensor, sums: Tensor, traits: Traits) -> None:
     positive[1] += met[1]  # their number
     if traits.softmax_of_positives:
         own, others = (Statistics(each[_EXPONENT_OF_POSITIVES], each[0]) for each in (positive, met))
-        _merge(own, others)
+        add_statistics(own, others)
     else:
         positive[0] += met[0]
-
-
-def _merge(total: Statistics, sums: Statistics) -> None:
-    merge_parts(total, sums.exponent[None], sums.mantissa[None])
