@@ -101,12 +101,13 @@ def test_templates_stay_small() -> None:
     520 lines are of sums over pairs, which share opening, products and finish with softmaxes, but no sweep; 60 tell
     apart pairs of one id; 170 are of rows of panels, whose sweep is the forward's with a reference for each query; 130
     combine the sum of a query and its positive; 361 are of a triangle, whose panels, positives and sums of one side are
-    its own, 40 of these where it combines a sum and its positive, 11 where sums of other ranks come home; 20 are of queries' own numbers; 340 count and sum any
-    number of positives, whose forward and gradient are their own on the CPU; 10 add the mean of all logits; 4 take
-    factors of similarities; 70 make a second sum of each query; 36 take that of a row's partner; 225 are of a guide,
-    whose sweep on the CPU and whose sums are their own; 591 are of prefixes, whose tiles grow by slabs of columns, with
-    statistics and gradients of logits for each; 15 are of a number of all positives; 34 leave out pairs above a
-    threshold; 11 have the sums of columns in a query's term; 16 take weights of keys, and positives in these sums.
+    its own, 40 of these where it combines a sum and its positive, 11 where sums of other ranks come home; 20 are of
+    queries' own numbers; 340 count and sum any number of positives, whose forward and gradient are their own on the
+    CPU; 10 add the mean of all logits; 4 take factors of similarities; 70 make a second sum of each query; 36 take that
+    of a row's partner; 225 are of a guide, whose sweep on the CPU and whose sums are their own; 591 are of prefixes,
+    whose tiles grow by slabs of columns, with statistics and gradients of logits for each; 15 are of a number of all
+    positives; 34 leave out pairs above a threshold; 11 have the sums of columns in a query's term; 16 take weights of
+    keys, and positives in these sums.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
