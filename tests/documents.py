@@ -56,3 +56,10 @@ def run_example(requests: Requests, answer: Answer, file: str) -> None:
     """A task of `infcl_gen.processes`."""
     runpy.run_path(file, run_name="__main__")
     answer(done=True)
+
+
+def build_site(requests: Requests, answer: Answer, folder: str) -> None:
+    """A task of `infcl_gen.processes`: `make docs` in the current folder, with the site in another."""
+    from sphinx.cmd.build import main
+
+    answer(status=main(["-q", "-W", "--keep-going", "-b", "html", "docs", folder]))
