@@ -36,7 +36,7 @@ def wait_for_triton() -> None:
     with _lock:
         threads = [*_begun.values()]
     for thread in threads:
-        thread.join()
+        thread.join(10.0)  # steps take a second; a fork amid an import that one needs, too, would wait for ever
 
 
 os.register_at_fork(before=wait_for_triton)
