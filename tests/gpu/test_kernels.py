@@ -88,6 +88,9 @@ PACKAGES += [planned("panel", "hard_keys", "bf16", 96), planned("panel", "dclw",
 PACKAGES += [planned("panel", "four_block", "bf16", 768), planned("panel", "weighed_by_partner", "fp32", 96)]
 PACKAGES += [planned("panel", "mil_nce", "bf16", 768), planned("panel", "weighed_by_column", "fp32", 96)]
 PACKAGES += [planned("panel", "mil_nce_multi", "bf16", 768), planned("panel", "mil_nce_multi", "fp32", 96)]
+PACKAGES += [planned("panel", "weighed_sides", "bf16", 768), planned("panel", "weighed_sides", "fp32", 96)]
+OF_ROWS = [planned("panel", "clip_of_rows", "bf16", 768), planned("panel", "smooth_of_rows", "fp32", 96)]
+PACKAGES += OF_ROWS
 SMOOTH = [planned(way, "smooth_clip", "bf16", 64) for way in ("panel", "fused", "stash")]
 SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip", "fp32", 96)]
 PACKAGES += SMOOTH
@@ -150,6 +153,11 @@ CASES = st.builds(
 def test_as_accurate_as_the_dtypes_allow(made: Made, case: Case) -> None:
     fitting = dataclasses.replace(case, queries=min(case.queries, made.rows), keys=min(case.keys, made.rows))
     checks.numerics(made, fitting, "cuda")
+
+
+@pytest.mark.parametrize("made", grouped(OF_ROWS))
+def test_losses_of_single_queries(made: Made) -> None:
+    checks.losses_of_rows(made, "cuda")
 
 
 def test_sums_of_several_ranks() -> None:
