@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infcl_gen.errors import VerificationError
+from infcl_gen.planning.timeline import execute
 from infcl_gen.runtime.table import HERE, SHARE_ROWS, Step, Table
 from tests.planning.tables import triangle_table
 from tests.planning.test_schedule import Phases, changed, sent
+from tests.planning.test_timeline import case
 from tests.planning.walk import walk
 
 SHAPES = [(1, 2), (1, 3), (1, 4), (1, 7), (1, 8), (2, 1), (4, 1), (2, 2), (2, 3), (3, 2), (3, 4), (4, 4)]
@@ -152,3 +154,16 @@ def test_the_count_of_pairs_notices_a_share_that_both_have(monkeypatch: pytest.M
     monkeypatch.undo()
     with pytest.raises(AssertionError):
         check_pairs(dataclasses.replace(table, triangle=False), rows)
+
+
+@pytest.mark.parametrize("way", ["ring", "gather"])
+def test_one_rank_stands_for_all_in_a_timeline(way: str) -> None:
+    """Of two ranks that share pairs, too; its work is that of the cost model, and it takes about half of clip's."""
+    for world in (2, 3, 4, 8):
+        plan, model = case(batch_size=4096 * world, loss="ntxent", devices=world, set={"transport": way})
+        one, all_ = (execute(plan, model, everybody=everybody) for everybody in (False, True))
+        assert one.step_s == pytest.approx(all_.step_s, rel=1e-9) and one.bound == all_.bound
+        clip, of_clip = case(batch_size=65536 * world, devices=world, set={"transport": way})
+        rows, of_rows = case(batch_size=65536 * world, loss="ntxent", devices=world, set={"transport": way})
+        halved = execute(rows, of_rows, lead_s=0.1).step_s / execute(clip, of_clip, lead_s=0.1).step_s
+        assert halved == pytest.approx(0.5, abs=0.03)
