@@ -935,7 +935,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a gather's backward takes the statistics of other ranks before they are there": Bug(
         TRIANGLES_OF_A_GATHER,
-        (("_runtime/table.py", "_of_others(table, 0 if fresh else -1)", "_of_others(table, -1)"),),
+        (("_runtime/table.py", "_of_others(table, len(steps) - 1)", "_of_others(table, -1)"),),
         checks.over_ranks,
         RANKS,
     ),
