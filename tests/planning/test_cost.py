@@ -125,6 +125,19 @@ def test_predictions_are_near_the_measurements() -> None:
     assert count > 65
 
 
+def test_predictions_of_other_losses_are_near_the_measurements() -> None:
+    """Over triangles, rows alone, pairs, prefixes, a guide, two sums of a row, and where one side is frozen."""
+    rows = [row for row in json.loads((BENCH / "h200-losses.json").read_text())["rows"] if row["impl"] == "infcl"]
+    assert len({row["loss"] for row in rows}) > 12
+    for row in rows:
+        given = {name: row[name] for name in ("loss", "dim", "prefixes", "frozen") if row.get(name)}
+        plan = plan_flags(
+            batch_size=row["batch"], memory_budget=budget_of(row), set={"strategy": row["strategy"]}, **given
+        )
+        error = plan.predicted_queued_s * 1e3 / row["queued_ms"] - 1
+        assert abs(error) <= 0.15, (row["loss"], row["batch"], given, error)
+
+
 def test_prefixes_cost_their_sums_and_narrow_products() -> None:
     """Kernels of clip at 65 536 x 768 over four prefixes, on an H200: g of each goes to memory, and products of narrow
     slabs read it there."""
