@@ -386,6 +386,12 @@ def test_cluster_files(text: str, named: str, tmp_path: Path) -> None:
     refuse(["plan", *arguments({"--devices": "4", "--cluster": str(file)})], named)
 
 
+def test_a_cluster_of_nodes_without_devices(tmp_path: Path) -> None:
+    file = tmp_path / "c2.toml"
+    file.write_text("nodes = 4")
+    refuse(["plan", *arguments({"--cluster": str(file)})], "--cluster: set devices_per_node in", "c2.toml")
+
+
 def test_config_that_is_no_readable_file(tmp_path: Path) -> None:
     refuse(["plan", *arguments({}), f"--config={tmp_path}"], "--config", "not a regular file")
     refuse(["plan", *arguments({}), "--config=absent.toml"], "--config", "absent.toml")

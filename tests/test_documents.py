@@ -1,11 +1,13 @@
 """README and documentation show commands, files, code and outputs that exist, in sentences that can be read."""
 
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -155,6 +157,28 @@ def test_a_loss_of_ones_own_has_the_gradient_shown(tmp_path: Path) -> None:
     file.write_text(next(code for page, code in PYTHON if page == "docs/losses.md"))
     derivation = derive(load_loss(f"{file}:weighted"))
     assert f"g_ij = {formulas_of(derivation)['dL/dx'].removeprefix('g_ij = ')}" in PAGES["docs/losses.md"]
+
+
+def test_the_smooth_substitute_of_hardest_negatives() -> None:
+    """Of the page, in fp64: the hinge of its own definition, and near that of the hardest negatives."""
+    import torch
+
+    from infcl_gen import ContrastiveLoss
+
+    defined: dict[str, Any] = {}
+    exec(next(code for _, code in PYTHON if "triplet = " in code), defined)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 40, 16, generator=torch.manual_seed(1)).double(), dim=2)
+    leaves = q.requires_grad_(), k.requires_grad_()
+    loss = ContrastiveLoss(defined["triplet"])(*leaves, 1.0)
+    products = q @ k.T
+    others = products.masked_fill(torch.eye(40, dtype=torch.bool), -torch.inf)
+    nearest = (50 * others).logsumexp(1) / 50
+    truth = (nearest - products.diagonal() + 0.2).relu().mean()
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves), strict=True)
+    for found, expected in ((loss, truth), *pairs):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    hardest = (others.amax(1) - products.diagonal() + 0.2).relu().mean()
+    assert 0 < loss - hardest < math.log(39) / 50
 
 
 def test_the_sample_of_a_plan_is_what_plan_prints() -> None:

@@ -67,6 +67,11 @@ class ClusterFile:
 _LINKS = tuple(field.name for field in dataclasses.fields(Links))
 
 
+def where_of(cluster: object) -> str:
+    """How messages name what describes a cluster: a file by its path."""
+    return show(os.fspath(cluster)) if isinstance(cluster, str | os.PathLike) else "the mapping"
+
+
 def read_cluster(cluster: object) -> ClusterFile:
     """The cluster that a TOML file or a mapping of the same keys describes; a `ClusterFile` is returned as it is.
 
@@ -75,11 +80,12 @@ def read_cluster(cluster: object) -> ClusterFile:
     if isinstance(cluster, ClusterFile):
         return cluster
     if isinstance(cluster, Mapping):
-        table, where = dict(cluster), "the mapping"
+        table = dict(cluster)
     elif isinstance(cluster, str | os.PathLike):
-        table, where = read_toml("--cluster", cluster), show(os.fspath(cluster))
+        table = read_toml("--cluster", cluster)
     else:
         raise InputError(f"--cluster: expected the path of a TOML file, got {show(cluster)}")
+    where = where_of(cluster)
     check_keys("--cluster", table, ("nodes", "devices_per_node", "device_profile", *_LINKS), where)
     links = {key: table.pop(key) for key in _LINKS if key in table}
     for name in ("nodes", "devices_per_node"):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs import text
-from infcl_gen.inputs.cluster_file import MAX_DEVICES, Links, read_cluster, read_links
+from infcl_gen.inputs.cluster_file import MAX_DEVICES, Links, read_cluster, read_links, where_of
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
 from infcl_gen.inputs.text import check_text, flag_name, show
 
@@ -153,10 +153,13 @@ def make_problem(**flags: Any) -> Problem:
             given[name] = read_links(value, "the links")
         elif name in ("loss", "device_profile") and isinstance(value, os.PathLike):
             given[name] = os.fspath(value)
-    cluster = read_cluster(given.pop("cluster", {}))
+    written = given.pop("cluster", {})
+    cluster = read_cluster(written)
     nodes, each = cluster.nodes or given.get("nodes"), cluster.devices_per_node
     if nodes is None and each is not None:
         nodes = max(1, given.get("devices", 1) // each)
+    if cluster.nodes not in (None, 1) and each is None and "devices" not in given:
+        raise InputError(f"--cluster: set devices_per_node in {where_of(written)}, which has {cluster.nodes} nodes")
     devices = nodes * each if nodes and each else None
     said = {"nodes": nodes, "devices": devices, "device_profile": cluster.device_profile, "links": cluster.links}
     for name, value in said.items():

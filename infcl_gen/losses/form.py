@@ -746,8 +746,11 @@ def _is_linear(term: Expr, statistic: Symbol) -> bool:
 
 def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[str, ...]) -> Form:
     """The form of a loss that is a sum over pairs alone."""
-    inside = sorted({each.func.__name__ for each in written.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
-    refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet: write two losses, and add them"))
+    inside = sorted(map(display, set().union(*(each.args[0].atoms(*_REDUCTIONS) for each in sums))))
+    refuse((inside, f"{''.join(inside[:1])} stands inside sum_over_pairs, whose terms know one pair: use z and "
+            "is_positive, or mean_over_queries"))  # fmt: skip
+    beside = sorted({each.func.__name__ for each in written.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
+    refuse((beside, f"sum_over_pairs beside {', '.join(beside)} has no kernel yet: write two losses, and add them"))
     square = {keys: queries} if spec.positives == "diagonal" else {}
     total: Expr = Integer(0)
     for each, coefficient in _linear(written, sums):

@@ -76,6 +76,13 @@ Positives = Literal["diagonal", "label", "id", "none"]
 LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
 _COUNTED = 1_000_000  # parts or terms, no further
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
+INSTEAD = "formulas have no comparisons, sorting, random numbers or tensors: use maximum, step, query_weight or ids"
+_SUBSTITUTES = {  # of SymPy's functions and relations
+    "Max": "maximum(u, v)", "Min": "-maximum(-u, -v)", "Abs": "maximum(u, -u)", "Heaviside": "step(u)",
+    "sign": "2 * step(u) - 1", "Piecewise": "terms times step(u) and 1 - step(u)",
+    "StrictGreaterThan": "step(u - v) for u > v", "StrictLessThan": "step(v - u) for u < v",
+    "GreaterThan": "1 - step(v - u) for u >= v", "LessThan": "1 - step(u - v) for u <= v",
+}  # fmt: skip
 _EXPONENTS = (Rational(1, 2), *map(Integer, (1, 2, 3, 4)))
 
 
@@ -187,8 +194,11 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
         if abs(expression.exp) not in _EXPONENTS:
             raise LossError(f"powers of the loss language are 1/2 and integers up to 4, not {expression}")
     elif not (expression.is_Add or expression.is_Mul or expression.func in FUNCTIONS.values()):
-        known = ", ".join(FUNCTIONS)
-        raise LossError(f"{expression.func.__name__} is not in the loss language; its functions are {known}")
+        name = expression.func.__name__
+        known = (
+            f": write {_SUBSTITUTES[name]}" if name in _SUBSTITUTES else f"; its functions are {', '.join(FUNCTIONS)}"
+        )
+        raise LossError(f"{name} is not in the loss language{known}")
     for argument in expression.args:
         _check_words(argument, checked)
 
@@ -242,6 +252,16 @@ def similarity_symbol(name: str) -> Symbol | None:
 guide = Symbol("z_guide_query_guide_key", real=True)
 
 
+def _without_arrays(*args: Any) -> None:
+    """Raises LossError for a tensor or an array among the arguments of a function."""
+    for each in args:
+        if getattr(each, "shape", ()):
+            raise LossError(
+                f"{type(each).__name__} is not in the loss language: masks are same_id, is_positive and step, and "
+                "weights are query_weight and key_weight"
+            )
+
+
 def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...] = (1,)) -> Any:
     """A function f that SymPy leaves alone, with its derivative `slope(f(u), u)` by its first argument u.
 
@@ -255,7 +275,9 @@ def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...
         return sympy.sympify(slope(self, self.args[0]))
 
     def new(cls: Any, *args: Any, where: Any = None, weight: Any = None, **options: Any) -> Any:
-        return Function.__new__(cls, *args, *(each for each in (where, weight) if each is not None), **options)
+        given = (*args, *(each for each in (where, weight) if each is not None))
+        _without_arrays(*given)
+        return Function.__new__(cls, *given, **options)
 
     return type(name, (Function,), {"nargs": nargs, "fdiff": fdiff, "__new__": new, "__module__": __name__})
 
@@ -299,12 +321,17 @@ class maximum(Function):
 
     nargs = (2,)
 
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        _without_arrays(*args)
+        return Function.__new__(cls, *args, **options)
+
     def fdiff(self, argindex: int = 1) -> Expr:
         u, v = self.args
         return step(u - v) if argindex == 1 else 1 - step(u - v)
 
 
 def _sized(function: Any, u: Expr) -> Expr:
+    _without_arrays(u)
     check_size(u)  # SymPy's simplification takes time exponential in the depth of `tanh(u) + u`
     return function(u)
 

@@ -3,24 +3,29 @@
 import ast
 import contextlib
 import dataclasses
+import itertools
 import operator
 import os
+import re
 import sys
+import traceback
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import sympy
 from sympy import Expr, Number, sqrt, sympify
 
 from infcl_gen.files import checksum
 from infcl_gen.inputs.text import one_line, suggestion
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
-from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
+from infcl_gen.losses.language import FUNCTIONS, INSTEAD, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
 from infcl_gen.losses.printers import LONGEST_TEXT, display
 
 _LARGEST_NUMBER = 1e300
+_WORDS = sorted({*FUNCTIONS, *SYMBOLS, "guide", "similarity"})
 _read: ContextVar[tuple[str, ...]] = ContextVar("read", default=())  # the files that are being executed
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -145,6 +150,28 @@ def _built(node: ast.expr) -> Expr:
     raise ValueError(f"{ast.unparse(node)[:80]!r} is not in the loss language")
 
 
+def _instead(error: BaseException) -> str:
+    """The end of a message: what to write for what Python or SymPy refuses in a formula; nothing for other errors."""
+    if isinstance(error, NameError | ImportError):
+        name = re.match(r"(?:cannot import )?name '(\w+)'", str(error))
+        near = suggestion(name[1], _WORDS) if name else ""
+        return f"; {INSTEAD}{near}" if near.startswith("; did you mean") else ""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    by_sympy = any(module.partition(".")[0] == "sympy" for module in frames)
+    # 'Symbol' object is ..., unsupported operands 'Symbol' and ..., must be Tensor, not Symbol
+    types = itertools.chain(*re.findall(r"'(\w+)' (?:object|and)\b|\bnot (\w+)", str(error)))
+    named = any(map(_is_of_formulas, types))
+    wrong_count = re.search(r"takes .* argument", str(error))
+    refused = isinstance(error, TypeError | ValueError | AttributeError | RuntimeError) and not wrong_count
+    return f"; {INSTEAD}" if refused and (by_sympy or named) else ""
+
+
+def _is_of_formulas(word: str) -> bool:
+    """Whether a type of this name is that of a part of a formula: Symbol, Mul, positive."""
+    found = FUNCTIONS.get(word) or getattr(sympy, word, None)
+    return isinstance(found, type) and issubclass(found, Expr)
+
+
 def _executed(file: str) -> dict[str, Any]:
     """What a Python file defines."""
     path = Path(file)
@@ -165,7 +192,8 @@ def _executed(file: str) -> dict[str, Any]:
     except LossError as error:
         raise LossError(f"--loss: {file!r}: {one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise LossError(f"--loss: {file!r} fails with {type(error).__name__}: {one_line(error)}") from error
+        said = f"--loss: {file!r} fails with {type(error).__name__}: {one_line(error)}"
+        raise LossError(said + _instead(error)) from error
     finally:
         _read.reset(outer)
         sys.modules.pop(name, None)

@@ -26,6 +26,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
+    maximum,
     mean_by_softmax,
     mean_of_keys,
     mean_of_queries,
@@ -235,6 +236,14 @@ def COLUMNS_OF(logit: sympy.Expr) -> sympy.Expr:
 
 
 ROADMAP = {  # sayable today; each is refused by name until there is a kernel for it
+    "a positive in a sum over pairs": (
+        spec(sum_over_pairs((1 - is_positive) * maximum(z - positive(z) + 0.2, 0)) / queries, "diagonal"),
+        r"positive\(z\) stands inside sum_over_pairs, whose terms know one pair: use z and is_positive, or",
+    ),
+    "a log-sum-exp in a sum over pairs": (
+        spec(sum_over_pairs(z * logsumexp_over_keys(z)) / queries + CLIP.formula, "diagonal"),
+        r"logsumexp_over_keys\(z\) stands inside sum_over_pairs, whose terms know one pair",
+    ),
     "siglip with clip": (spec(SIGLIP.formula + CLIP.formula, "diagonal"), "sum_over_pairs beside"),
     "nt_xent_with_itself": (
         spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT) - positive(scale * NT_XENT))),
@@ -720,6 +729,8 @@ REFUSED = {
 # What the message must say besides the loss's name: what is wrong, and that it is the language that lacks it.
 OUTSIDE = {
     "unknown function": (sympy.sin(scale * z), "sin is not in the loss language"),
+    "the larger": (sympy.Max(z, 0), r"Max is not in the loss language: write maximum\(u, v\)$"),
+    "a magnitude": (abs(z), r"Abs is not in the loss language: write maximum\(u, -u\)$"),
     "a fifth power": ((scale * z) ** 5, "powers of the loss language are .* not scale"),
     "a cube root": (z ** sympy.Rational(1, 3), "powers of the loss language"),
     "a power by z": (2**z, "powers of the loss language"),
@@ -837,6 +848,13 @@ def test_what_is_not_in_the_language_is_named(name: str) -> None:
     logit, message = OUTSIDE[name]
     with pytest.raises(LossError, match=f"^loss mine: .*{message}"):
         spec(INFONCE_OF(logit))
+
+
+def test_a_comparison_is_no_mask() -> None:
+    with pytest.raises(
+        LossError, match=r"StrictGreaterThan is not in the loss language: write step\(u - v\) for u > v$"
+    ):
+        spec(mean_over_queries(logsumexp_over_keys(X, where=z > 0) - positive(X)))
 
 
 @pytest.mark.parametrize("weight", ["1e-50", "1e-31", "1e31"])

@@ -115,6 +115,49 @@ def test_files_that_fail(tmp_path: Path, source: bytes, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+INSTEAD = "formulas have no comparisons, sorting, random numbers or tensors: use maximum, step, query_weight or ids"
+OF_SAMPLES = "is not in the loss language: masks are same_id, is_positive and step, and weights are query_weight"
+UNSAYABLE = {  # a term of a query, and what is said of it
+    "sorted([z, scale])[0]": f"truth value of Relational.*; {INSTEAD}$",
+    "positive(z) if z > 0 else z": f"; {INSTEAD}$",
+    "max(z)": f"'Symbol' object is not iterable; {INSTEAD}$",
+    "max(z, 0)": f"; {INSTEAD}$",
+    "logsumexp_over_keys(z)[0]": f"; {INSTEAD}$",
+    "positive(z) * (z > 0)": f"; {INSTEAD}$",
+    "torch.relu(positive(z))": f"must be Tensor, not positive; {INSTEAD}$",
+    "math.exp(positive(z))": f"; {INSTEAD}$",
+    "positive(z) * torch.rand(4)": f"; {INSTEAD}$",
+    "max_over_keys(z)": f"'max_over_keys' is not defined; {INSTEAD}; did you mean 'mean_over_keys'\\?$",
+    "logsumexp_over_keys(z, where=torch.rand(4, 4) > 0.5)": f"Tensor {OF_SAMPLES}",
+    "maximum(positive(z), torch.rand(4))": f"Tensor {OF_SAMPLES}",
+    "exp(torch.rand(4))": f"Tensor {OF_SAMPLES}",
+    "logsumexp_over_keys(z, where=sympy.Array([1, 0]))": f"Array {OF_SAMPLES}",
+    "undefined": "name 'undefined' is not defined$",
+    "positive(z, 2)": r"takes exactly 1 argument \(2 given\)$",
+    "range(0, 1, 0)": "range.. arg 3 must not be zero$",
+    "float('positive')": "could not convert string to float: 'positive'$",
+}
+
+
+@pytest.mark.parametrize("term", UNSAYABLE)
+def test_what_python_and_sympy_refuse_names_what_to_write(term: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import math, sympy, torch\nfrom infcl_gen.losses.language import *\n"
+        f"X = LossSpec('own', mean_over_queries({term}))"
+    )
+    with pytest.raises(LossError, match=UNSAYABLE[term]) as error:
+        load_loss(f"{path}:X")
+    assert "\n" not in str(error.value)
+
+
+def test_a_word_that_cannot_be_imported_has_a_suggestion(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("from infcl_gen.losses.language import max_over_keys")
+    with pytest.raises(LossError, match=f"{INSTEAD}; did you mean 'mean_over_keys'"):
+        load_loss(f"{path}:X")
+
+
 @pytest.mark.parametrize("name", sorted(DERIVABLE) + sorted(ROADMAP))
 def test_losses_as_literals(name: str) -> None:
     spec = DERIVABLE[name] if name in DERIVABLE else ROADMAP[name][0]

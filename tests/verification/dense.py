@@ -192,7 +192,8 @@ def dense_loss(
     by_query = torch.nn.functional.cross_entropy(logits, own, label_smoothing=smoothing)
     if name in ("infonce", "smooth"):
         return by_query
-    assert name in ("clip", "soft", "smooth_clip") and labels is None
+    assert name in ("clip", "soft", "smooth_clip"), f"no definition of {name} in dense_loss"
+    assert labels is None
     return (by_query + torch.nn.functional.cross_entropy(logits.T, own, label_smoothing=smoothing)) / 2.0
 
 
@@ -285,7 +286,7 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
         return torch.log(
             1 + (capped[is_negative].view(count, count - 2) - scale * z[rows, own, None]).exp().sum(1)
         ).mean()
-    assert name == "debiased"
+    assert name == "debiased", f"no definition of {name} in dense_loss"
     largest, tau_plus, n = (others - bias).detach().amax(1), 0.1, count - 2
     pos, neg = (p - bias - largest).exp(), (negatives - bias - largest[:, None]).exp().sum(1)
     ng = torch.maximum((-tau_plus * n * pos + neg) / (1 - tau_plus), n * torch.exp(-scale - largest))

@@ -45,3 +45,9 @@ def test_the_oracle_by_slices_is_the_oracle(name: str, monkeypatch: pytest.Monke
     inputs = drawn(name, case)
     found = oracle.oracle_by_slices(dense_package(SPECS[name]).loss, inputs)
     assert_close(found, dense(name, *inputs))
+
+
+@pytest.mark.parametrize("keys", [torch.eye(3), None], ids=["two sides", "one side"])
+def test_a_loss_without_a_definition_is_named(keys: torch.Tensor | None) -> None:
+    with pytest.raises(AssertionError, match=r"^no definition of new in dense_loss"):
+        dense("new", torch.eye(3), keys)
