@@ -61,7 +61,7 @@ def inspect(flags: dict[str, Any]) -> None:
 
 @command(
     options.directory,
-    option("--ranks", "N", "Check on a ring of N processes as well; the planned number has the order of nodes, too.", COUNT),
+    option("--ranks", "N", "Check on a ring of N processes as well, in the order of nodes if N is planned.", COUNT),
     option("--aot", "ARCH,...", "Compile every kernel for these targets: sm_90,gfx942,...", NAMES),
     option("--edited", None, "Check the code of an edited package, too; the package fails all the same.", bool),
 )
