@@ -296,14 +296,20 @@ def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     return wrong
 
 
+def small_panel(module: ModuleType) -> int:
+    """Rows, and keys, of a small panel: those of the kernels' largest tile, or PLAIN_PANEL."""
+    kernels: Any = getattr(module._schedule, "kernels", None)
+    tiles = (getattr(kernels, name, None) for name in _TILES)
+    return max((tile.value for tile in tiles if tile is not None), default=PLAIN_PANEL)
+
+
 @contextlib.contextmanager
 def small_panels(module: ModuleType) -> Iterator[None]:
-    """Panels of one tile of the kernels, or of PLAIN_PANEL, so that a few hundred rows meet several panels."""
+    """Panels of `small_panel` rows and keys, so that a few hundred rows meet several panels."""
     schedule: Any = module._schedule
-    tiles = [getattr(schedule.kernels, name, None) for name in _TILES] if hasattr(schedule, "kernels") else []
-    size = max((tile.value for tile in tiles if tile is not None), default=PLAIN_PANEL)
+    size = small_panel(module)
     planned = {name: getattr(schedule, name) for name in _PANELS if hasattr(schedule, name)}
-    if tiles:
+    if hasattr(schedule, "kernels"):
         planned.pop("FINISH_ROWS")  # of a kernel's program
     try:
         for name, rows in planned.items():
@@ -312,6 +318,15 @@ def small_panels(module: ModuleType) -> Iterator[None]:
     finally:
         for name, rows in planned.items():
             setattr(schedule, name, rows)
+
+
+def crowded(module: ModuleType, case: Case, ranks: int) -> Case:
+    """The case with as many rows and keys as fill more than a small panel on one rank beside two on each other rank,
+    as far as the planned sizes go."""
+    problem, least = module.SPEC["problem"], small_panel(module) + 2 * ranks
+    planned = problem["batch_size"], problem["keys"] or problem["batch_size"]
+    queries, keys = (max(rows, min(most, least)) for rows, most in zip((case.queries, case.keys), planned, strict=True))
+    return dataclasses.replace(case, queries=queries, keys=keys)
 
 
 def autograd_results(

@@ -3,6 +3,7 @@
 A crash, a hang, a leak or an environment variable (TRITON_INTERPRET) stays out of the process that verifies.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -24,10 +25,12 @@ from infcl_gen.verification.properties import (
     SIZES,
     Case,
     check_package,
+    crowded,
     inputs_of,
     nan_misplaced,
     neighbours,
     random_cases,
+    small_panels,
     unrepeated,
 )
 
@@ -75,24 +78,31 @@ def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
 
 
 def ring(job: Job, seat: Seat) -> list[Finding]:
-    """On rank 0, a finding for each example: all quantities of the ranks together."""
+    """On rank 0, a finding for each example: all quantities of the ranks together.
+
+    Half of them run in small panels, of which one rank has several: shares of ranks are smaller than a panel else.
+    """
     module, rank, ranks = _package(job, seat), seat.rank, seat.ranks
     device = torch.device("cuda", rank) if job["place"] == "cuda" else torch.device("cpu")
     seat.join_group(device.type, job["timeout_s"])
     found = []
-    for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
+    cases = random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]])
+    for index, case in enumerate(cases):
+        small = index % 4 in (1, 2)  # contiguous rows and others
+        case = crowded(module, case, ranks) if small else case
         inputs = inputs_of(module, case, device)
         case = dataclasses.replace(case, queries=len(inputs.q))
         traits = Traits(**module.SPEC["loss"]["traits"])
         if traits.partnered:  # of one rank
             inputs = inputs._replace(labels=neighbours(len(inputs.q)).to(device))
-        q_cuts, k_cuts = shards(case, traits, ranks)
+        q_cuts, k_cuts = shards(case, traits, ranks, uneven=small)
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
         labelled = inputs.labels is not None or (inputs.k is None and module.SPEC["positives"] == "label")
         labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
         whole = inputs._replace(labels=inputs.positives() if labelled else None)
         part = whole.of_rank(q_cuts[rank], k_cuts[rank])
-        result = module.loss_and_grads(*part[:4], **part.given)
+        with small_panels(module) if small else contextlib.nullcontext():
+            result = module.loss_and_grads(*part[:4], **part.given)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [None if tensor is None else tensor.cpu() for tensor in result])
         if rank == 0:
@@ -113,13 +123,18 @@ def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
     return {"check": check, "ratio": max(row.ratio for row in rows), "failure": failed and f"{where}: {failed}"}
 
 
-def shards(case: Case, traits: Traits, world_size: int) -> tuple[list[slice], list[slice]]:
+def shards(case: Case, traits: Traits, world_size: int, uneven: bool = False) -> tuple[list[slice], list[slice]]:
     """Which rows and keys each rank holds: even shares on even seeds, else random cuts, so that some may be empty. Cuts
-    are between pairs of rows, where these are partners."""
-    draw = random.Random(case.seed)
+    are between pairs of rows, where these are partners. `uneven`: one rank has all but two for each other rank."""
+    draw, most = random.Random(case.seed), case.seed % world_size
 
     def cut(total: int) -> list[slice]:
-        if case.seed % 2:
+        if uneven:
+            inner = sorted(
+                min(total, 2 * rank) if rank <= most else max(0, total - 2 * (world_size - rank))
+                for rank in range(1, world_size)
+            )
+        elif case.seed % 2:
             inner = sorted(draw.randint(0, total) for _ in range(world_size - 1))
         else:
             inner = [total * rank // world_size for rank in range(1, world_size)]
