@@ -34,7 +34,7 @@ from infcl_gen.inputs.builtin import builtin_positives
 from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
 from infcl_gen.inputs.text import parse_bytes, parse_prefixes, suggestion
 from infcl_gen.runtime import api
-from infcl_gen.runtime.agreement import UNPAIRED, compare, header
+from infcl_gen.runtime.agreement import compare, header, unpaired
 from infcl_gen.runtime.group import Group, find_group
 from infcl_gen.runtime.package import Call, Options
 from infcl_gen.triton_start import start_triton, wait_for_triton
@@ -80,7 +80,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
     loss           a built-in loss, FILE.py:NAME as text or path, or a LossSpec, which is pickled as its formula
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
-    prefixes       counts of first columns of the features, or {count: weight}: the loss is the sum of those of each
+    prefixes       counts of first columns of the features, or {count: weight}: the loss is the sum of those of each;
+                   None: one loss of all columns
     group, grad_sync, check_ranks   as for `contrastive_loss`
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
                    use_horovod; by name
@@ -96,7 +97,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
         loss: str | os.PathLike[str] | Formula = "clip",
         *positional: Any,
         memory_budget: str | int = "auto",
-        prefixes: Any = (),
+        prefixes: Any = None,
         group: Any = None,
         grad_sync: str = "mean",
         check_ranks: str = "first",
@@ -108,6 +109,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
             )
         known = [*inspect.signature(api.ContrastiveLoss).parameters, "loss", "memory_budget", "prefixes"]
         for name in open_clip:
+            if name == "reduction":
+                raise TypeError(api.UNREDUCED)
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
@@ -151,7 +154,7 @@ def contrastive_loss(
     reduction: str = "mean",
     check_ranks: str = "first",
     memory_budget: str | int = "auto",
-    prefixes: Any = (),
+    prefixes: Any = None,
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
@@ -178,7 +181,7 @@ def contrastive_loss(
                    device at the first or at each; "never": only that they are in the same call
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
     prefixes       counts of first columns of the features, or {count: weight}, of which the last is D: the loss is the
-                   sum of those of each, times its weight; not under torch.compile
+                   sum of those of each, times its weight; not under torch.compile. None: one loss of all columns
 
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree, and what
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
@@ -188,7 +191,7 @@ def contrastive_loss(
         options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
-    if type(loss) is not str or ":" in loss or prefixes or reduction == "none":
+    if type(loss) is not str or ":" in loss or prefixes is not None or reduction == "none":
         loss = _text(loss, prefixes, reduction)
     return _run(loss, memory_budget, (q, k, scale, bias, own, *of_pairs, options))
 
@@ -270,18 +273,30 @@ def _untraced() -> Callable[..., Tensor]:
     return _disabled or _load_and_run
 
 
-def _text(loss: Any, prefixes: Any = (), reduction: str = "mean") -> Any:
+def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
     """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes or rows, as its literals.
 
-    A file by its absolute path, since the process may change its folder before the first call.
+    A file by its absolute path, since the process may change its folder before the first call. Raises InputError for
+    wrong prefixes; a wrong loss is refused by `_check`, which tells the other ranks.
     """
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
-    if prefixes or reduction == "none":
+    if prefixes is not None or reduction == "none":
         if torch.compiler.is_compiling():
-            word = "prefixes are given to infcl_gen.ContrastiveLoss" if prefixes else "reduction='none' takes a package"
+            word = (
+                "prefixes are given to infcl_gen.ContrastiveLoss"
+                if prefixes is not None
+                else "reduction='none' takes a package"
+            )
             raise TypeError(f"under torch.compile {word}, made outside")
-        with contextlib.suppress(InputError):
-            return _changed(text, parse_prefixes(prefixes) if prefixes else (), reduction)
+        with in_python_words():
+            found = parse_prefixes(prefixes)
+        if found or reduction == "none":
+            try:
+                with in_python_words():
+                    return _changed(text, found, reduction)
+            except InputError:
+                if found:
+                    raise
     if not isinstance(text, str) and isinstance(text, Formula):
         if torch.compiler.is_compiling():
             raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
@@ -352,7 +367,7 @@ def _check(kind: tuple[Any, ...] | None, q: Any, k: Any, names: Sequence[str]) -
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         if x.dim() != 2 or x.dtype not in _DTYPES:
-            what = f"{x.dtype} of {x.dim()} dimensions"
+            what = f"{x.dim()}-D of {x.dtype}"
             raise ValueError(f"{name} must be (rows, D) of {', '.join(map(str, _DTYPES))}, not {what}")
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} is on the {x.device} device: move it to a CPU or a GPU")
@@ -395,6 +410,7 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
             sizes = max(queries, len(q)), max(keys, len(k))
             if at_hand is not None and all(map(operator.le, sizes, _planned(at_hand))):
                 return at_hand  # another thread was loading it
+            _check_pairs(kind, [len(q)], [len(k)])
             package = _fitting(load_cached, kind, at_hand, sizes, 1)
         wait_for_triton()
         shelf.packages[kind] = package
@@ -421,8 +437,14 @@ def _load_together(
     totals, sizes = ([work(given[name] for given in headers) for name in ("rows", "keys")] for work in (sum, max))
     largest = [max(sizes)] * 2 if totals[0] == totals[1] else sizes
     sizes = [max(few, group.size * rows) for few, rows in zip(least, largest, strict=True)]
+
+    def decide() -> Problem:
+        _check_pairs(kind, *([given[name] for given in headers] for name in ("rows", "keys")))
+        found: Problem = _fitting(_settled, kind, at_hand, sizes, group.size)
+        return found
+
     try:
-        package = load_cached(_decided(group, kind, lambda: _fitting(_settled, kind, at_hand, sizes, group.size)))
+        package = load_cached(_decided(group, kind, decide))
     except Exception as error:
         failure = error
     digest = package.SPEC["digest"] if package else ""
@@ -481,6 +503,18 @@ def _settled(problem: Problem) -> Problem:
     return dataclasses.replace(found, settings=settings)
 
 
+def _check_pairs(kind: Kind, rows: Sequence[int], keys: Sequence[int]) -> None:
+    """Raises ValueError where a loss that pairs query i with key i has more of one side, over all ranks."""
+    if sum(rows) != sum(keys):
+        positives = builtin_positives().get(kind.loss)
+        if positives is None:
+            from infcl_gen.losses import load_loss  # imports SymPy
+
+            positives = load_loss(_given(kind.loss)).positives
+        if positives == "diagonal":
+            raise ValueError(unpaired(_shown(kind.loss), rows, keys))
+
+
 def _fitting(
     work: Callable[[Problem], Any], kind: Kind, at_hand: ModuleType | None, sizes: Sequence[int], ranks: int
 ) -> Any:
@@ -488,14 +522,6 @@ def _fitting(
 
     Where that does not fit the memory budget, of up to the next multiple of 1 024. Never less than at hand.
     """
-    if sizes[0] != sizes[1]:
-        positives = builtin_positives().get(kind.loss)
-        if positives is None:
-            from infcl_gen.losses import load_loss  # imports SymPy
-
-            positives = load_loss(_given(kind.loss)).positives
-        if positives == "diagonal":
-            raise ValueError(UNPAIRED.format(_shown(kind.loss), *sizes))
     least = [max(1, *size) for size in zip(sizes, _planned(at_hand) if at_hand else (1, 1), strict=True)]
     powers = [1 << (size - 1).bit_length() for size in least]
     smaller = [min(power, -(-size // 1024) * 1024) for power, size in zip(powers, least, strict=True)]

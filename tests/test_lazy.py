@@ -126,6 +126,17 @@ def test_wrong_arguments_say_what_is_right() -> None:
         infcl_gen.contrastive_loss(q.long(), k)
     with pytest.raises(infcl_gen.InfeasibleError, match="budget"):
         infcl_gen.contrastive_loss(q, k, memory_budget="1KiB")
+    for wrong in ([8, 2], [], {}):
+        with pytest.raises(infcl_gen.InputError, match=r"^prefixes: "):
+            infcl_gen.contrastive_loss(q, k, prefixes=wrong)
+    for none in ((), None):
+        assert torch.equal(infcl_gen.contrastive_loss(q, k, prefixes=none), infcl_gen.contrastive_loss(q, k))
+    with pytest.raises(ValueError, match=r"^q must be \(rows, D\) of .*, not 1-D of torch.float32$"):
+        infcl_gen.contrastive_loss(q[0], k)
+    for given in ((q, k.double()), (q.double(), k)):
+        dtypes = f"image_features has dtype {given[0].dtype}, text_features has dtype {given[1].dtype}"
+        with pytest.raises(ValueError, match=f"^image_features and text_features must have one dtype; {dtypes}$"):
+            infcl_gen.ContrastiveLoss()(*given, 1.0)
     with pytest.raises(infcl_gen.InputError, match="nonsense"):
         infcl_gen.contrastive_loss(q, k, loss="nonsense")
     _, longer = features(20)
@@ -178,12 +189,15 @@ def test_a_module_is_refused_where_it_is_made() -> None:
         with pytest.raises(error, match=message):
             infcl_gen.ContrastiveLoss(loss)
     for error, message, given in (
-        (infcl_gen.InputError, "^memory_budget: '1 GBit' is not a size", {"memory_budget": "1 GBit"}),
+        (infcl_gen.InputError, "^memory_budget: '1 GBit' is not a size; .* MiB, GiB or TiB", {"memory_budget": "1 GBit"}),
         (infcl_gen.InputError, "^memory_budget: 0 is out of range", {"memory_budget": 0}),
         (infcl_gen.InputError, "^memory_budget: None is not a size", {"memory_budget": None}),
         (TypeError, "no argument 'memory_bugdet'; did you mean 'memory_budget'", {"memory_bugdet": "1GiB"}),
         (TypeError, "no argument 'sizes'; valid: local_loss, .*memory_budget, prefixes$", {"sizes": 3}),
         (infcl_gen.InputError, "^prefixes: 8, 2 do not grow", {"prefixes": [8, 2]}),
+        (infcl_gen.InputError, r"^prefixes: \[\] are no counts of columns", {"prefixes": []}),
+        (TypeError, "^reduction is an argument of contrastive_loss", {"reduction": "none"}),
+        (infcl_gen.InputError, "; did you mean 'infonce'[?]$", {"loss": "infoNCE"}),
         (infcl_gen.InputError, "not for sums over pairs", {"loss": "siglip", "prefixes": [2, 8]}),
         (ValueError, "^grad_sync must be one of", {"grad_sync": "avg"}),
     ):  # fmt: skip

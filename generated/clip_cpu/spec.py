@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "75b9f0e2769d15322ec495e1be1dbf39acbb0854d869469da6e86712439c4a3b",
+    "digest": "4ef47f3faab8a96bdc2ef59c2619d533be11855b1455b40fb0eb4e1e44532279",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

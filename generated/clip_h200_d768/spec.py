@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "b7206f7621169069b14391747562fba0759f66861e11645ad91e6a3b55a9db3f",
+    "digest": "a998feea16c6d7273ddffdaae736501986352396d975e518f5c9a9653ccb60c4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -12,6 +12,7 @@ from infcl_gen.errors import InputError
 
 _MAX_TEXT = 1024
 _MAX_FILE_BYTES = 2**20
+_UNITS = "B, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
 LEAST_WEIGHT = 1e-6  # of a prefix, and the inverse of the largest
 MOST_PREFIXES = 8
 
@@ -70,7 +71,7 @@ def parse_bytes(value: object, flag: str = "size") -> int:
     form = r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(?:([kmgt])(i?)b|b)?"
     match = re.fullmatch(form, value, re.ASCII | re.IGNORECASE) if isinstance(value, str) else None
     if match is None:
-        raise InputError(f"{flag}: {show(value)} is not a size; give for example 512MiB, 2GiB or 1GB")
+        raise InputError(f"{flag}: {show(value)} is not a size; give a number and {_UNITS}, for example 512MiB")
     whole, fraction, letter, binary = match.groups(default="")
     if fraction and not letter:
         raise InputError(f"{flag}: {show(value)} is a fraction of a byte; give a unit, for example 1.5GiB")
@@ -80,12 +81,14 @@ def parse_bytes(value: object, flag: str = "size") -> int:
 
 def parse_prefixes(value: object, flag: str = "--prefixes") -> tuple[tuple[int, float], ...]:
     """Pairs of columns and weight that "96,192:0.5,384", [96, 192], {96: 0.5} or pairs stand for; a weight is 1 unless
-    given. Raises InputError naming `flag`."""
+    given. None and () stand for none. Raises InputError naming `flag`."""
+    if value is None:
+        return ()
     if isinstance(value, str):
         value = [each.split(":") if ":" in each else each for each in value.split(",")]
     if isinstance(value, Mapping):
         value = list(value.items())
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or value == []:
         raise InputError(f"{flag}: {show(value)} are no counts of columns; give for example 96,192,384,768")
     found = []
     for each in value:
@@ -189,7 +192,8 @@ def one_line(error: BaseException) -> str:
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known name, or all of them."""
+    """The end of a message about an unknown name: the known name nearest to it but for case, or all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name[:64] if isinstance(name, str) else "", known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(known)}"
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name[:64].lower() if isinstance(name, str) else "", by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else f"; valid: {', '.join(known)}"

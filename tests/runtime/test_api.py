@@ -461,7 +461,7 @@ def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
     ]  # fmt: skip
     parameters = list(inspect.signature(package.ContrastiveLoss).parameters)
     assert parameters == [*CLIP_LOSS, "group", "grad_sync", "check_ranks"]
-    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-11] == CLIP_FORWARD
+    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-12] == CLIP_FORWARD
 
 
 BAD_MODULES = [
@@ -497,8 +497,9 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("clip", (X, None), {}, TypeError, "k must be a tensor"),
     ("clip", (X[0], X), {}, ValueError, r"q must have shape \(rows, 8\)"),
     ("clip", (X, X[:, :7]), {}, ValueError, "k has embedding dimension 7, but q has 8$"),
-    ("clip", (X.float(), X), {}, ValueError, "q has dtype torch.float32"),
-    ("clip", (X, X.bfloat16()), {}, ValueError, "k has dtype torch.bfloat16"),
+    ("clip", (X.float(), X), {}, ValueError, "q and k must have one dtype; q has dtype torch.float32, k has .*64$"),
+    ("clip", (X.float(), X.float()), {}, ValueError, "q has dtype torch.float32, but .* for torch.float64: cast it"),
+    ("clip", (X, X.bfloat16()), {}, ValueError, "one dtype; .* k has dtype torch.bfloat16$"),
     ("clip", (X.long(), X), {}, ValueError, "dtype torch.int64"),
     ("clip", (X, X.to_sparse()), {}, ValueError, "dense"),
     ("clip", (X, X.to("meta")), {}, ValueError, "on one device"),
@@ -561,7 +562,7 @@ def test_bad_arguments(
         ((X, X[:, :7], 1.0), "^text_features has embedding dimension 7, but image_features has 8$"),
         ((X, X.to("meta"), 1.0), "^image_features and text_features must be on one device"),
         ((X.to("meta"), X.to("meta"), 1.0), "^image_features and text_features are on the meta device"),
-        ((X, X.half(), 1.0), "^text_features has dtype torch.float16"),
+        ((X, X.half(), 1.0), "^image_features and text_features must have one dtype; .* text_features has dtype .*16$"),
         ((X, X, "big"), "^logit_scale must be a number or a tensor of one, not str$"),
         ((X, X, 1.0, torch.ones(2)), "^logit_bias must be a tensor of one"),
     ],
@@ -574,6 +575,17 @@ def test_a_module_names_its_own_arguments(packages: Packages, arguments: tuple[A
     calls = [accepted(_bound(package), Call(X, X, 2.0, None, options=options))
              for options in (Options(), package.ContrastiveLoss().options)]  # fmt: skip
     assert calls[0].options == calls[1].options  # and share what is recorded
+
+
+def test_a_module_has_no_reduction_and_says_what_has(packages: Packages) -> None:
+    """Planted: any other name refused with the same words; names that no call has, let through."""
+    module = packages("clip").ContrastiveLoss()
+    with pytest.raises(
+        TypeError, match=r'^reduction is an argument of contrastive_loss: .*LossSpec\(reduction="none"\)'
+    ):
+        module(X, X, 1.0, reduction="none")
+    with pytest.raises(TypeError, match=r"^ContrastiveLoss has no argument 'label' in a call$"):
+        module(X, X, 1.0, label=None)
 
 
 def test_what_is_left_out_of_a_call(packages: Packages) -> None:
@@ -624,7 +636,7 @@ WRONG_IN_A_GRAPH = {
     "dtype": (
         (X, X.float()),
         ValueError,
-        "text_features has dtype torch.float32, but .* was generated for torch.float64",
+        "image_features and text_features must have one dtype; .* text_features has dtype torch.float32",
     ),
     "scale": ((X, X, "big"), TypeError, "logit_scale must be a number or a tensor of one, not str"),
 }

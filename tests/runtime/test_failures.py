@@ -159,7 +159,9 @@ MISMATCHES = {
     "a negative label": Mismatch(
         {"labels": [0, 1, 2, -1]}, "labels on rank {v} range from -1", LABELS, "infonce", "ValueError"
     ),
-    "a key without a query": Mismatch({"keys": 5}, r"pairs query i with key i, but .* \d+ keys", error="ValueError"),
+    "a key without a query": Mismatch(
+        {"keys": 5}, r"pairs query i with key i, but .* \d+ keys \(rank {v} has 4 and 5\);", error="ValueError"
+    ),
     "too many rows": Mismatch(
         {"rows": 299}, r"at most 300 queries.*regenerate: infcl-gen generate.*3\d\d", error="BatchTooLargeError"
     ),

@@ -206,7 +206,7 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("sogclr", U[:5], ValueError, rf"{STATE}, not of shape \(5,\)$"),
     ("sogclr", U.bfloat16(), ValueError, f"{STATE}, not torch.strided of torch.bfloat16$"),
     ("sogclr", U.clone().requires_grad_(), ValueError, r"no gradient, but requires one: pass query_state.detach\(\)"),
-    ("clip", U, ValueError, "clip has no state of queries: query_state must be None$"),
+    ("clip", U, ValueError, "clip has no state of queries .sogclr has.: query_state must be None$"),
 ]
 
 

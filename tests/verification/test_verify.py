@@ -214,6 +214,27 @@ def test_numbers_are_compared_at_the_planned_size(
     assert (f"{quantity}: error" if edit else "largest error 0.") in numbers["detail"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "place", "old", "new"),
+    [
+        ({"target": "cpu"}, "cpu", "fresh_dk and i == 0", "fresh_dk"),
+        ({"target": "cuda", "device_profile": "h100"}, "interpreter", "fresh_dk and row0 == 0", "fresh_dk"),
+    ],
+)
+def test_a_rank_of_a_ring_meets_several_panels(
+    flags: dict[str, Any], place: str, old: str, new: str, tmp_path: Path
+) -> None:
+    """Planted: what is wrong from a rank's second panel on, which one process does not run."""
+    folder = infcl_gen.generate(output=tmp_path / "p", loss="clip", batch_size=200, dim=16, dtype="fp32", **flags)
+    assert all(row["passed"] for row in verify.run("ring", folder, place, 3, 2))
+    schedule = folder / "schedule.py"
+    assert schedule.read_text().count(old) == 1
+    schedule.write_text(schedule.read_text().replace(old, new))
+    resealed(folder)
+    (row,) = verify.run("ring", folder, place, 3, 2)
+    assert not row["passed"] and ": dk: error" in row["detail"], row
+
+
 def test_numbers_of_a_large_planned_size_are_not_compared(tmp_path: Path) -> None:
     folder = infcl_gen.generate(output=tmp_path / "p", batch_size="8k", dim=16, dtype="fp32", target="cpu")
     assert [row["check"] for row in verify.run("memory", folder, "cpu")] == ["memory"]

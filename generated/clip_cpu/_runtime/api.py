@@ -34,11 +34,14 @@ _CHOICES = {
 _GUIDES = "guide_queries", "guide_keys"
 _OWN = {
     "query_weight": "weights of queries", "key_weight": "weights of keys",
-    "negatives": "negatives of single queries",
-    "query_state": "state of queries",
+    "negatives": "negatives of single queries (gemini has)",
+    "query_state": "state of queries (sogclr has)",
     "query_scale": "scales of single queries", "key_scale": "scales of single keys",
 }  # fmt: skip
 _NAMES = "image_features", "text_features", "logit_scale", "logit_bias"  # as NAMES, in the signature of modules
+UNREDUCED = (
+    'reduction is an argument of contrastive_loss: ContrastiveLoss is the mean, or takes LossSpec(reduction="none")'
+)
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
 _CAST = (torch.bfloat16, torch.float16, torch.float32)  # features that are cast to a package's dtype, unless it is fp64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -176,8 +179,11 @@ class ContrastiveLoss(nn.Module):
         key_scale: Tensor | None = None,
         guide_queries: Tensor | None = None,
         guide_keys: Tensor | None = None,
+        **unknown: Any,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
+        for name in unknown:
+            raise TypeError(UNREDUCED if name == "reduction" else f"ContrastiveLoss has no argument {name!r} in a call")
         if not isinstance(output_dict, bool):
             raise TypeError("output_dict must be a bool; labels are given by name: labels=...")
         if self.world_size is not None or self.rank is not None:
@@ -319,6 +325,9 @@ def _check_features(package: Package, call: Call) -> None:
         if x.dtype == package.dtype:
             continue
         if x.dtype not in _CAST or package.dtype == torch.float64:
+            if q.dtype != k.dtype and {q.dtype, k.dtype} <= {*_DTYPES.values()}:
+                dtypes = f"{q_name} has dtype {q.dtype}, {k_name} has dtype {k.dtype}"
+                raise ValueError(f"{q_name} and {k_name} must have one dtype; {dtypes}")
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "generate one for another dtype"

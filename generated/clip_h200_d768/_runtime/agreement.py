@@ -21,7 +21,6 @@ _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduc
 # With check_ranks="never": the plan and frozen sides decide what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
 OWN_KEYS = "{} takes a query and its own key on one rank: give each rank as many keys as queries, not {} and {}"
-UNPAIRED = "{} pairs query i with key i, but there are {} queries and {} keys; infonce takes hard negatives"
 
 _labels_checked_alone: set[str] = set()  # digests of packages whose device labels were checked once, on one device
 _warned: set[str] = set()  # digests of packages
@@ -33,6 +32,15 @@ class BatchTooLargeError(ValueError):
     def __init__(self, message: str, queries: int, keys: int) -> None:
         super().__init__(message)
         self.queries, self.keys = queries, keys
+
+
+def unpaired(loss: str, rows: Sequence[int], keys: Sequence[int]) -> str:
+    """What is wrong where ranks have so many rows and keys of a loss of pairs. Where one rank alone has more of one
+    side, it is named."""
+    uneven = [rank for rank, (own, others) in enumerate(zip(rows, keys, strict=True)) if own != others]
+    where = f" (rank {uneven[0]} has {rows[uneven[0]]} and {keys[uneven[0]]})" * (len(uneven) == 1 < len(rows))
+    there = f"there are {sum(rows)} queries and {sum(keys)} keys{where}"
+    return f"{loss} pairs query i with key i, but {there}; infonce takes hard negatives"
 
 
 def announce_rejection(package: Package, call: Call) -> None:
@@ -98,14 +106,16 @@ def compare(headers: list[dict[str, Any]]) -> None:
 def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -> str | None:
     """The differing fields of the first kind in which headers differ, in words; later kinds may follow from it.
 
-    A rank that rejects before it has a package is left out: it does not know these fields.
+    A rank that rejects before it has a package is left out: it does not know these fields. So is the digest where a
+    rank that loads a package has none: its phase differs, too.
     """
     if len({id(header) for header in headers}) == 1:  # equal ranks share one: comparing takes 15 us
         return None
     informed = {rank: given for rank, given in enumerate(headers) if given["accepted"] or given["package digest"]}
     distinct = list({id(given): given for given in informed.values()}.values())
     for fields in kinds:
-        different = [field for field in fields if any(h[field] != distinct[0][field] for h in distinct)]
+        known = [field for field in fields if all(h[field] != "" for h in distinct)]
+        different = [field for field in known if any(h[field] != distinct[0][field] for h in distinct)]
         if fields is _ORDER and different and different[0] in _PASSES:
             counts = " and ".join(f"{given[different[0]]} on rank {rank}" for rank, given in informed.items())
             return f"the ranks are in different calls of the loss: {_PASSES[different[0]]} are {counts}"
@@ -161,7 +171,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
     if package.traits.triangle:
         _check_pairs(package, layout, labelling)
     if package.traits.paired and queries != keys:
-        raise ValueError(UNPAIRED.format(package.loss_name, queries, keys))
+        raise ValueError(unpaired(package.loss_name, layout.rows, layout.keys))
     if package.traits.labels and labelling == "none" and not package.traits.triangle:
         if queries > keys:
             raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
