@@ -94,6 +94,7 @@ def _calls(seat: Seat, cache: str) -> dict[str, Any]:
         "no loss": lambda: call(cold_q, cold_k, loss=["clip"] if rank else "clip"),  # type: ignore[arg-type]
         "meta": lambda: call(q.to("meta") if rank else q, k),
         "dim": lambda: call(*((cold_q, cold_k) if rank else (q, k)), loss="infonce"),
+        "dim, one rank warm": lambda: call(*((cold_q, cold_k) if rank else (q, k))),
         "formula": lambda: call(q, k, loss=folder / "own.py:own"),
         "given": lambda: call(q, k, loss=load_loss(f"{folder}/own.py:first")),
         "formula, given": lambda: call(q, k, loss=load_loss(f"{folder}/own.py:own")),
@@ -102,6 +103,7 @@ def _calls(seat: Seat, cache: str) -> dict[str, Any]:
         "wrong budget": lambda: call(q, k, memory_budget="foo"),
         "small budget": lambda: call(q, k, memory_budget="1KiB"),
         "unpaired": lambda: call(q, torch.cat([k, k])),
+        "one rank unpaired": lambda: call(q, torch.cat([k, k]) if rank else k),
         "unwritable": unwritable,
         "broken": broken,
     }

@@ -189,7 +189,7 @@ def test_a_module_is_refused_where_it_is_made() -> None:
         with pytest.raises(error, match=message):
             infcl_gen.ContrastiveLoss(loss)
     for error, message, given in (
-        (infcl_gen.InputError, "^memory_budget: '1 GBit' is not a size; .* MiB, GiB or TiB", {"memory_budget": "1 GBit"}),
+        (infcl_gen.InputError, "^memory_budget: '1 GBit' is not a size; .* GiB or TiB", {"memory_budget": "1 GBit"}),
         (infcl_gen.InputError, "^memory_budget: 0 is out of range", {"memory_budget": 0}),
         (infcl_gen.InputError, "^memory_budget: None is not a size", {"memory_budget": None}),
         (TypeError, "no argument 'memory_bugdet'; did you mean 'memory_budget'", {"memory_bugdet": "1GiB"}),
@@ -462,6 +462,7 @@ def test_uneven_ranks_grow_together(tmp_path: Path) -> None:
 INVALID, ABSENT, UNPLANNED = (
     "the arguments of rank 1 are invalid", "RuntimeError: rank 1 could not load the package", "rank 0 cannot plan for"
 )  # fmt: skip
+DIMS = r"embedding dimension differs \(rank 0: 16, rank 1: 24\)"
 TROUBLES = {
     "none": ("^$", "^$"),
     "no tensor": (INVALID, "TypeError: q must be a tensor"),
@@ -470,6 +471,7 @@ TROUBLES = {
     "no loss": (INVALID, "TypeError: loss must be a name, FILE.py:NAME or a LossSpec, not list"),
     "meta": (INVALID, "ValueError: q is on the meta device"),
     "dim": ("embedding dimension differs", "embedding dimension differs"),
+    "dim, one rank warm": (rf"^RuntimeError: ranks disagree: {DIMS}$", rf"^RuntimeError: ranks disagree: {DIMS}$"),
     "formula": (ABSENT, "ranks disagree: loss differs"),
     "given": ("^$", "^$"),
     "formula, given": (ABSENT, "ranks disagree: loss differs"),
@@ -478,6 +480,10 @@ TROUBLES = {
     "wrong budget": ("InputError: memory_budget: 'foo'", f"{UNPLANNED}.*foo"),
     "small budget": ("InfeasibleError", UNPLANNED),
     "unpaired": ("ValueError: clip pairs query i with key i, but .* 16 queries and 32 keys", f"{UNPLANNED}.*pairs"),
+    "one rank unpaired": (
+        r"there are 16 queries and 24 keys \(rank 1 has 8 and 16\); infonce",
+        rf"{UNPLANNED}.*\(rank 1 has 8 and 16\)",
+    ),
     "unwritable": (ABSENT, "InputError|NotADirectory|not a folder"),
     "broken": ("OSError: the driver", f"{UNPLANNED}.*the driver does not answer"),
 }
