@@ -288,15 +288,13 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
                 else "reduction='none' takes a package"
             )
             raise TypeError(f"under torch.compile {word}, made outside")
-        with in_python_words():
-            found = parse_prefixes(prefixes)
-        if found or reduction == "none":
-            try:
-                with in_python_words():
+        try:
+            with in_python_words():
+                if (found := parse_prefixes(prefixes)) or reduction == "none":
                     return _changed(text, found, reduction)
-            except InputError:
-                if found:
-                    raise
+        except InputError:
+            if prefixes is not None:
+                raise
     if not isinstance(text, str) and isinstance(text, Formula):
         if torch.compiler.is_compiling():
             raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
