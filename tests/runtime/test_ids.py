@@ -163,7 +163,7 @@ BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
     "ids of the wrong rank": ("siglip_multi", "ring", (ENGINE, VISITING, "self.key_ids if")),
     "ids of the wrong rank, in a mask": ("clip_ids", "gather", (ENGINE, VISITING, "self.key_ids if")),
     "ids of the first hop stay for backward": (
-        "clip_ids", "ring that keeps", (ENGINE, "ids[:largest]}", "sweep.key_ids[:, None].clone()}"),
+        "clip_ids", "ring that keeps", (ENGINE, "named: ids[:largest]", "named: sweep.key_ids[:, None].clone()"),
     ),
     "low halves are compared": (
         "siglip_multi", "ring", (SCHEDULE, SAME, "strip.query_ids[:, None].int() == strip.key_ids.int()"),
