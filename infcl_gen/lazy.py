@@ -280,6 +280,9 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
     wrong prefixes; a wrong loss is refused by `_check`, which tells the other ranks.
     """
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
+    if isinstance(text, str) and ":" in text:
+        file, _, name = text.rpartition(":")
+        text = f"{os.path.abspath(file)}:{name}"
     if prefixes is not None or reduction == "none":
         if torch.compiler.is_compiling():
             word = (
@@ -295,15 +298,14 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
         except InputError:
             if prefixes is not None:
                 raise
+        except TypeError:  # a loss that cannot be hashed: `_check` refuses it, too
+            return text
     if not isinstance(text, str) and isinstance(text, Formula):
         if torch.compiler.is_compiling():
             raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
         with contextlib.suppress(InputError):  # `_check` raises it, and tells the other ranks
             return _literals(loss)
-    if not isinstance(text, str) or ":" not in text:
-        return text
-    file, _, name = text.rpartition(":")
-    return f"{os.path.abspath(file)}:{name}"
+    return text
 
 
 @functools.lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ def start_triton(*steps: str) -> None:
 def wait_for_triton() -> None:
     """Wait for what has begun: a kernel that is compiled meanwhile would do it again."""
     with _lock:
-        threads = [*_begun.values()]
+        threads = [thread for thread in _begun.values() if thread is not threading.current_thread()]
     for thread in threads:
         thread.join(10.0)  # steps take a second; a fork amid an import that one needs, too, would wait for ever
 

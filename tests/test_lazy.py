@@ -348,6 +348,30 @@ def test_threads_load_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(loads) == 1
 
 
+@pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"prefixes": [8, 16]}], ids=["plain", "none", "prefixes"])
+def test_a_loss_is_the_file_of_the_folder_of_the_call(
+    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: what was made of a loss is remembered by its relative path."""
+    term = "mean_over_queries(logsumexp_over_keys(scale * z) - positive(scale * z))"
+    found = list[torch.Tensor]()
+    for times in (1, 3):
+        folder = tmp_path / str(times)
+        folder.mkdir()
+        (folder / "own.py").write_text(
+            f"from infcl_gen.losses.language import *\nOWN = LossSpec('own', {times} * {term}, positives='label')\n"
+        )
+        monkeypatch.chdir(folder)
+        found.append(lazy.contrastive_loss(*features(4), loss="own.py:OWN", **how))
+    torch.testing.assert_close(found[1], 3 * found[0])
+
+
+@pytest.mark.parametrize("how", [{}, {"reduction": "none"}, {"prefixes": [8, 16]}], ids=["plain", "none", "prefixes"])
+def test_a_loss_that_cannot_be_hashed_is_refused(how: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"loss must be a name, FILE\.py:NAME or a LossSpec, not list"):
+        lazy.contrastive_loss(*features(4), loss=["clip"], **how)  # type: ignore[arg-type]
+
+
 def test_triton_starts_beside_other_work_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a step that begins twice; a package that is used before Triton has started; a thread without a GPU; a
     fork beside a thread."""

@@ -195,9 +195,9 @@ def test_the_source_stays_small() -> None:
     380 for the sums of columns in a query's term, 190 of these by ids, from the formula to the gate, 91 for weights of
     keys, 112 for losses of single queries, likewise, 27 to print an expression of costs, and a literal, once,
     35 for small panels in a ring, 20 for what ranks and wrong calls are told;
-    3 490 plan and run training steps, 15 of which remember costs; 1 037 are what users meet first, 50 of which take a
+    3 490 plan and run training steps, 15 of which remember costs; 1 039 are what users meet first, 50 of which take a
     LossSpec itself, 20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a
-    module's wrong arguments where it is made, 24 refuse wrong prefixes of a call, and pairs before there is a plan;
+    module's wrong arguments where it is made, 26 refuse wrong prefixes and losses of a call, and pairs before there is a plan;
     850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
@@ -206,4 +206,4 @@ def test_the_source_stays_small() -> None:
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
     assert rest <= 22_306, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_037 and pages <= 850 and step <= 3_490
+    assert door <= 1_039 and pages <= 850 and step <= 3_490
