@@ -197,8 +197,8 @@ def test_the_source_stays_small() -> None:
     35 for small panels in a ring, 20 for what ranks and wrong calls are told;
     3 490 plan and run training steps, 15 of which remember costs; 1 039 are what users meet first, 50 of which take a
     LossSpec itself, 20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a
-    module's wrong arguments where it is made, 26 refuse wrong prefixes and losses of a call, and pairs before there is a plan;
-    850 make pages.
+    module's wrong arguments where it is made, 26 refuse wrong prefixes and losses of a call, and pairs before there is
+    a plan; 850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
