@@ -1,6 +1,7 @@
 """Campaigns: files that say what is measured, and outputs that grow."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,14 @@ def test_counters_are_read_by_their_names() -> None:
         board.read_counters(head + "".join(lines[:-1]))
     with pytest.raises(ToolchainError, match=r"as '12.5' 'inst'"):
         board.read_counters(head + "".join(lines).replace('"us"', '"inst"'))
+
+
+@pytest.mark.parametrize(("status", "said"), [(1, '"ID","Kernel Name"\n'), (0, "no permission")])
+def test_counters_that_ncu_could_not_read(status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], status, said, "")
+    monkeypatch.setattr(board.subprocess, "run", lambda *_, **how: done)
+    with pytest.raises(ToolchainError, match="ncu read no counters: "):
+        board.counters(Path("package"), 1.0)
 
 
 def test_what_other_meters_say_has_columns_of_its_own() -> None:

@@ -189,6 +189,13 @@ def test_a_package_carries_its_links_and_needs_no_file(file: Path, tmp_path: Pat
     assert problem.links is not None and cluster.node_latency_us.value == 12.5
 
 
+@pytest.mark.parametrize("name", ["loss", "device"])
+def test_a_package_without_loss_or_device_is_refused(name: str, file: Path, tmp_path: Path) -> None:
+    spec = pipeline.read_package(infcl_gen.generate(output=tmp_path / "package", cluster=file, **SIZES)).spec
+    with pytest.raises(infcl_gen.InputError, match="SPEC lacks the loss or the device"):
+        pipeline.spec_inputs(spec | {name: None})
+
+
 def test_without_a_file_a_package_says_nothing_of_links(tmp_path: Path) -> None:
     folder = infcl_gen.generate(output=tmp_path / "package", device_profile="h200", **SIZES)
     assert "links" not in pipeline.read_package(folder).spec["problem"]
