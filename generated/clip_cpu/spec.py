@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4ef47f3faab8a96bdc2ef59c2619d533be11855b1455b40fb0eb4e1e44532279",
+    "digest": "e91397194d48c5189c6737aa5c161d989e5aca61c00299797557d8fc2bc5ae81",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

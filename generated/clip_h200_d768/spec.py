@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a998feea16c6d7273ddffdaae736501986352396d975e518f5c9a9653ccb60c4",
+    "digest": "d5d1716482e2a5cf8f97b0eb65b53b6ccfdbb186024376a3d2df5eeb918a3b85",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

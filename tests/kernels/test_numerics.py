@@ -176,7 +176,7 @@ def test_over_ranks(interpreted: Interpreter, strategy: str, loss: str, dtype: s
     made = Made(strategy, loss, dtype, devices=4, settings=(("transport", transport),))
     rows = [[130, 0, 10], [40, 0, 0], [40, 0, 0], [70, 10, 30]]
     interpreted(checks.over_ranks, made, 3, rows)
-    if transport == "ring":
+    if transport == "ring" or loss == "ntxent":  # of a triangle both ranks compute a share of the same pairs
         interpreted(checks.over_ranks, made, 2, [[30, 70], [0, 100]], False)
 
 

@@ -6,7 +6,7 @@ rank = node * devices_per_node + device. The runtime executes the table; the pla
 Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" tensors, and adds to "summed" ones.
 
     ring      Each step works on visiting keys while the keys of the next step travel. Sums follow one step later, and
-              are home after W steps. Backward goes back: it begins with the last keys of forward (kept, or sent once
+              are home after the last. Backward goes back: it begins with the last keys of forward (kept, or sent once
               more) and ends with the own keys, which do not travel. Over several nodes, devices - 1 moves stay inside
               the nodes; then all ranks send to the next node at once.
     gather    Each rank sends its keys to all others, beside the work on them. Sums go to their owner, or to all ranks
