@@ -1,7 +1,7 @@
 """Inputs that break contrastive losses, drawn from a seed, and the check of a package against them.
 
-`random_cases` draws a `Case` with the standard library alone. Tests let hypothesis draw its fields, so that a failure
-shrinks.
+`random_cases` draws a `Case` with the standard library alone, and makes one as wide as its loss allows. Tests let
+hypothesis draw its fields, so that a failure shrinks.
 """
 
 import contextlib
@@ -243,8 +243,18 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
         layout, seed = draw.choice(LAYOUTS), draw.randrange(2**31)
         if index % 2 == 0:  # kernels that read by descriptors run on contiguous rows only
             layout = LAYOUTS[0]
-        cases.append(Case(queries, keys, problem["dim"], problem["dtype"], scale, bias, structure, layout, seed))
+        case = Case(queries, keys, problem["dim"], problem["dtype"], scale, bias, structure, layout, seed)
+        cases.append(_widest(module, case, sizes) if index == FEATURES.index("unnormalised") else case)
     return cases
+
+
+def _widest(module: ModuleType, case: Case, sizes: Sequence[int]) -> Case:
+    """The case with as many queries and keys as a tile has, and at the largest scale whose loss is finite in fp32: what
+    has so wide a range is computed again."""
+    rows = max((size for size in sizes if size <= ROWS[-1]), default=case.queries)
+    wide = [dataclasses.replace(case, queries=rows, keys=rows, scale=scale) for scale in reversed(SCALES)]
+    largest = torch.finfo(torch.float32).max
+    return next((each for each in wide if oracle(module, inputs_of(module, each, "cpu")).loss.abs() < largest), case)
 
 
 def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> list[GateRow]:

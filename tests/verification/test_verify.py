@@ -109,6 +109,18 @@ def test_the_numbers_of_edited_code_are_judged(copy: Path) -> None:
         assert {row["check"]: row["passed"] for row in rest}["numerics dk"] == passed, rest
 
 
+def test_an_input_has_tiles_that_are_computed_again(tmp_path: Path) -> None:
+    """Planted: tiles of a wide range are used as they are."""
+    settings = {"strategy": "panel"}
+    folder = infcl_gen.generate(
+        output=tmp_path / "p", loss="clip", batch_size=512, dim=16, dtype="bf16", device_profile="h100", set=settings
+    )
+    kernels = folder / "kernels.py"
+    kernels.write_text(kernels.read_text().replace("tl.min(lowest) > SPREAD", "tl.min(lowest) > 1e30"))
+    passed = {row["check"]: row["passed"] for row in verify_package(folder, examples=3, edited=True)}
+    assert not passed["numerics dq"] and not passed["numerics dk"] and passed["numerics loss"]
+
+
 @pytest.mark.parametrize("damage", ["truncate", "remove", "add", "spec"])
 def test_a_damaged_package_fails(copy: Path, damage: str) -> None:
     if damage == "truncate":
