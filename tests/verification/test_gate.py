@@ -279,8 +279,9 @@ def test_a_wrong_shape_fails() -> None:
 
 
 def test_cases_are_the_same_for_the_same_seed_and_see_every_structure() -> None:
-    problem = {"batch_size": 500, "keys": None, "dim": 64, "dtype": "bf16"}
-    package = types.SimpleNamespace(SPEC={"problem": problem, "positives": "label"})
+    problem, given = {"batch_size": 500, "keys": None, "dim": 64, "dtype": "bf16"}, vars(PACKAGES["infonce"])
+    spec = given["SPEC"] | {"problem": problem, "positives": "label"}
+    package = types.SimpleNamespace(**given | {"SPEC": spec})
     first, second = (random_cases(package, 40) for _ in range(2))
     assert first == second
     assert {case.features for case in first} == set(FEATURES)
