@@ -295,15 +295,21 @@ def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
 
 def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     """Which of (loss, dq, dk, dscale, dbias) are not NaN exactly where the oracle is, with a NaN in the last query. A
-    pair that its log-sum-exp leaves out may be NaN, too, and dbias of a loss without bias."""
+    pair that its log-sum-exp leaves out may be NaN, too, and dbias of a loss without bias. Beside columns of ids a
+    query without a positive need not be: autograd multiplies its weight of 0 by NaN."""
     q = inputs.q.clone()
     q[-1, 0] = float("nan")
     spoilt = inputs._replace(q=q)
     found = module.loss_and_grads(*spoilt[:4], **spoilt.given)
-    masked, wrong = Traits(**module.SPEC["loss"]["traits"]).masked, list[str]()
+    traits, wrong = Traits(**module.SPEC["loss"]["traits"]), list[str]()
     for name, value, true in compared(found, oracle(module, spoilt)):
-        missing, of_both = true.isnan() & ~value.isnan().to(true.device), value.isnan().to(true.device) != true.isnan()
-        if bool((missing if masked or name == "dbias" else of_both).any()):
+        ours = value.isnan().to(true.device)
+        differs = true.isnan() & ~ours if traits.masked or name == "dbias" else true.isnan() != ours
+        if traits.columns_of_ids and name == "dq":
+            assert inputs.query_ids is not None and inputs.key_ids is not None
+            positives = (inputs.query_ids[:-1, None] == inputs.key_ids).any(1, keepdim=True)
+            differs[:-1] &= positives.to(differs.device) | ours[:-1]
+        if bool(differs.any()):
             wrong.append(name)
     return wrong
 

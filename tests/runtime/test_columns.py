@@ -19,7 +19,7 @@ from infcl_gen.runtime.columns import summed_by_id
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
-from infcl_gen.verification.properties import tensors
+from infcl_gen.verification.properties import nan_misplaced, tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World
@@ -127,6 +127,18 @@ def test_what_is_not_finite_stays_so(which: str) -> None:
 
 
 SHARDS = (([3, 4, 2], [6, 8, 9]), ([6, 0, 10], [0, 20, 3]), ([5, 4], [0, 11]), ([1, 2, 3, 0], [4, 0, 0, 5]))
+
+
+def test_a_nan_where_no_query_has_a_positive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` takes it: the oracle's autograd has NaN in all rows of dq. Planted: NaN is lost."""
+    module, given = package("fp32"), inputs(9, 20, 1.0, "fp32")
+    given = given._replace(key_ids=torch.full_like(given.key_ids, -1))
+    assert nan_misplaced(module, given) == []
+    found = module.loss_and_grads
+    monkeypatch.setattr(
+        module, "loss_and_grads", lambda *args, **how: tuple(torch.nan_to_num(x) for x in found(*args, **how))
+    )
+    assert {"loss", "dq", "dk"} <= set(nan_misplaced(module, given))
 
 
 def over_ranks(module: ModuleType, transport: str, shards: list[int], keys: list[int]) -> None:
