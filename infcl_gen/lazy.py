@@ -76,7 +76,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
     """The loss of a global batch as a module, for features of any size:
     `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None,
     query_ids=None, key_ids=None, query_weight=None, key_weight=None, negatives=None, query_state=None,
-    query_scale=None, key_scale=None, guide_queries=None, guide_keys=None)`.
+    key_state=None, query_scale=None, key_scale=None, guide_queries=None, guide_keys=None)`.
 
     loss           a built-in loss, FILE.py:NAME as text or path, or a LossSpec, which is pickled as its formula
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
@@ -145,6 +145,7 @@ def contrastive_loss(
     key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
+    key_state: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None,
@@ -170,7 +171,8 @@ def contrastive_loss(
     query_weight   (M,) of a loss with weights of queries, key_weight (N,) of one with weights of keys, and negatives
                    (M, H, D), keys that one query sees alone, of a loss with them; floating-point, on the device of q,
                    with exact gradients
-    query_state    (M,) of a loss with states, fp32 or fp64, on the device of q: the call writes the next state there
+    query_state    (M,) of a loss with states of queries, key_state (N,) of one with states of keys, fp32 or fp64, on
+                   the device of q: the call writes the next ones there
     query_scale    (M,) and key_scale (N,) of a loss with scales of single queries or keys, 1 / temperature; the same
     guide_queries  (M, D) and guide_keys (N, D) of a loss with a guide, of the dtype that the loss computes in, on the
                    device of q, without gradients
@@ -189,7 +191,7 @@ def contrastive_loss(
     options = _USUAL
     if group is not None or (grad_sync, reduction, check_ranks) != ("mean", "mean", "first"):
         options = api.options_of(group, grad_sync, reduction, check_ranks)
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
+    own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
     if type(loss) is not str or ":" in loss or prefixes is not None or reduction == "none":
         loss = _text(loss, prefixes, reduction)

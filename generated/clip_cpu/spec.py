@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "e91397194d48c5189c6737aa5c161d989e5aca61c00299797557d8fc2bc5ae81",
+    "digest": "73b6c9bfe0cc0769a2961a2d45d655b69539c4c2335c78bab77d0acc4d8c4ca1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "4c611b21685bd7a8f451e04827f93892fbced17aacf2b10e5ef391f7a593c471",
+    "digest": "9379067e529bd54a3ab42c1de56ed8ac1f0c403b1facc9ef6933d76db5343923",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

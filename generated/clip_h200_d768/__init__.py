@@ -41,7 +41,7 @@ class ContrastiveLoss(_api.ContrastiveLoss):
     """The loss of a global batch as a module, with the arguments and results of open_clip's ClipLoss:
     `ContrastiveLoss(group=None)(image_features, text_features, logit_scale, logit_bias=None, *, labels=None,
     query_ids=None, key_ids=None, query_weight=None, key_weight=None, negatives=None, query_state=None,
-    query_scale=None, key_scale=None, guide_queries=None, guide_keys=None)`.
+    key_state=None, query_scale=None, key_scale=None, guide_queries=None, guide_keys=None)`.
 
     group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip, in its
     order. rank and world_size, if given, must be the group's. local_loss, gather_with_grad and cache_labels are
@@ -57,7 +57,8 @@ def contrastive_loss(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, key_weight: Tensor | None = None, negatives: Tensor | None = None,
-    query_state: Tensor | None = None, query_scale: Tensor | None = None, key_scale: Tensor | None = None,
+    query_state: Tensor | None = None, key_state: Tensor | None = None,
+    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None, guide_keys: Tensor | None = None,
     group: Any = None, grad_sync: str = "mean", reduction: str = "mean", check_ranks: str = "first",
 ) -> Tensor:
@@ -77,8 +78,8 @@ def contrastive_loss(
     query_weight  (M,) of a loss with weights of queries, key_weight (N,) of one with weights of keys, and negatives
                  (M, H, D), H further keys of each query that no other sees, of a loss with them; floating-point, on the
                  device of q. All have gradients.
-    query_state  (M,) of a loss with a state of queries, fp32 or fp64, on the device of q. The next state is written
-                 into it; it has no gradient.
+    query_state  (M,) of a loss with a state of queries, key_state (N,) of one with a state of keys, fp32 or fp64, on
+                 the device of q. The next states are written into them; they have no gradients.
     query_scale  (M,) and key_scale (N,) of a loss with scales of single queries or keys, 1 / temperature; the same.
     guide_queries  (M, D) and guide_keys (N, D) of a loss with a guide, any strides, of the package's dtype, on the
                  device of q. They have no gradients.
@@ -93,7 +94,7 @@ def contrastive_loss(
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree.
     """
     options = _api.options_of(group, grad_sync, reduction, check_ranks)
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
+    own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
     return _api.differentiable_loss(
         _package, q, k, scale, bias, own, labels, query_ids, key_ids, guide_queries, guide_keys, options
     )
@@ -103,14 +104,15 @@ def loss_and_grads(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, key_weight: Tensor | None = None, negatives: Tensor | None = None,
-    query_state: Tensor | None = None, query_scale: Tensor | None = None, key_scale: Tensor | None = None,
+    query_state: Tensor | None = None, key_state: Tensor | None = None,
+    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None, guide_keys: Tensor | None = None,
     group: Any = None, grad_sync: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, dq (M, D), dk (N, D), dscale, dbias), without an autograd graph: dq and dk in the features' dtype, the
     others 0-dim. Arguments as for `contrastive_loss`; None as bias is 0."""
     options = _api.options_of(group, grad_sync)
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
+    own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
     return _api.loss_and_grads(
         _package, q, k, scale, bias, own, labels, query_ids, key_ids, guide_queries, guide_keys, options
     )

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d5d1716482e2a5cf8f97b0eb65b53b6ccfdbb186024376a3d2df5eeb918a3b85",
+    "digest": "46341572d267518ff54b351e170019ac3d7a17edfb438fcf33685f06f6c598cb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d0d806c1ecc5c8fb50ac376eea347dbebe38e92b413b90a574fc404ab9cfa84f",
+    "digest": "e0ce2e1b2d313fd961011b3b5d8767e539342560547c84f024634f93eec994b0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -74,7 +74,8 @@ def reference(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
     query_weight: Tensor | None = None, key_weight: Tensor | None = None, negatives: Tensor | None = None,
-    query_state: Tensor | None = None, query_scale: Tensor | None = None, key_scale: Tensor | None = None,
+    query_state: Tensor | None = None, key_state: Tensor | None = None,
+    query_scale: Tensor | None = None, key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None, guide_keys: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
@@ -88,6 +89,7 @@ def reference(
     key_weight          must be None.
     negatives           must be None.
     query_state         must be None.
+    key_state           must be None.
     query_scale         must be None.
     key_scale           must be None.
     guide_queries, guide_keys  must be None.
@@ -118,6 +120,8 @@ def reference(
         raise ValueError("this loss takes no negatives")
     if query_state is not None:
         raise ValueError("this loss takes no query_state")
+    if key_state is not None:
+        raise ValueError("this loss takes no key_state")
     if query_scale is not None:
         raise ValueError("this loss takes no query_scale")
     if key_scale is not None:

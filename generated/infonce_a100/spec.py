@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "9de2fef14f3056b663d633efb4e6f96ea80b55a6c54393c7e0dfd2f91524fca9",
+    "digest": "cae98d5fd3c8c218088ecb14d843a03882a205160dc80bd40262e9e20e3d9183",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

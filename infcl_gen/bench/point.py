@@ -18,6 +18,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import prefixes_text, show
 from infcl_gen.kernels.choice import SPLIT_TERMS
 from infcl_gen.losses import derive, spec_from_dict
+from infcl_gen.verification.oracle import STATES
 from infcl_gen.verification.properties import DTYPES
 
 Step = Callable[[], tuple[Any, ...]]
@@ -195,10 +196,10 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
         labels = torch.arange(len(q), device=q.device) % len(k)
     traits = module.SPEC["loss"]["traits"]
     own = own_keywords(traits, q, k, dtype=autocast)
-    state = own.get("query_state")  # which a call replaces: each begins with the same
+    states = {name: x for name, x in own.items() if name in STATES}  # which a call replaces: each begins with the same
 
     def loss() -> Any:
-        given = own if state is None else {**own, "query_state": state.clone()}
+        given = {**own, **{name: x.clone() for name, x in states.items()}}
         return module.contrastive_loss(q, k, scale, bias, labels=labels, **given)
 
     return step_of(loss, q, k, scale, autocast)
@@ -206,7 +207,7 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
 
 def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
     """What a loss of these `Traits` takes besides features: ids, weights of queries and keys, one negative of each, the
-    key behind its own, a state, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's
+    key behind its own, states, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's
     rows."""
     own = (*traits["vectors"], *traits["scaled"])
     found = own_ids(q, k, first) if "same_id" in traits["classes"] else {}
@@ -222,6 +223,8 @@ def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtyp
         found["negatives"] = k.detach()[behind % len(k)][:, None]
     if "query_state" in own:
         found["query_state"] = -behind / len(q)
+    if "key_state" in own:
+        found["key_state"] = -torch.linspace(0.5, 1, len(k), device=k.device)
     for name, x in (("query_scale", q), ("key_scale", k)):
         if name in own:
             found[name] = torch.linspace(0.5, 1, len(x), device=x.device)

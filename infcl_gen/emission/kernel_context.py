@@ -43,7 +43,7 @@ _NO_WEIGHT = (
     "tl.where(value == 0.0, 1.0, {})",
 )
 _ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them{}"
-OF_STATE = ", its state the next one"
+OF_STATE = ("", ", its state the next one", ", its states the next ones")  # by the number of states
 _POOLED_NUMBERS = """\
 pooled = tl.load(pooled_ptr)  # of all queries, in fp64
 pooled_slope = tl.load(pooled_ptr + 1)"""
@@ -430,6 +430,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
             "positives_of_rows": "positives_of_rows", "positives_from_sums": True, "share_of_positive": _SHARE,
         }  # fmt: skip
     statements = derivation.statements_of_rows(pair_code, "tl.full((VECTOR_ROWS,), {}, tl.float64)", _ROWS_IN_FP64)
+    own = derivation.form.vectors.values()
     places = ("vectors + i", "vectors + vectors_stride + i", *(f"vectors + {n} * vectors_stride + i" for n in (2, 3)))
     nothing = {
         "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
@@ -444,8 +445,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "positive_of_row": "positive_g",
         "positives_of_rows": "combined_positives",
         "positives_from_sums": False,
-        "vectors": list(zip(derivation.form.vectors.values(), places, strict=False)),
-        "about_vectors": _ABOUT_VECTORS.format(OF_STATE * plan.traits.state) if plan.traits.vectors else ABSENT,
+        "vectors": list(zip(own, places[: len(own)], strict=True)),
+        "about_vectors": _ABOUT_VECTORS.format(OF_STATE[plan.traits.states]) if plan.traits.vectors else ABSENT,
         "partnered": plan.traits.partnered,
         "about_partner": _ABOUT_PARTNER if plan.traits.partnered else ABSENT,
         "r_of_partner": (_R_OF_PARTNER + _OF_NO_PARTNER * without) if plan.traits.partnered else ABSENT,

@@ -241,7 +241,7 @@ def _torch_vectors(traits: Traits) -> dict[str, Any]:
     """What `combine` has of a query's own numbers."""
     found = {
         "about_vectors": "vectors           the derivatives of the query's part of M * L by them"
-        + OF_STATE * traits.state,
+        + OF_STATE[traits.states],
         "own_of_rows": "own = block.vectors[:, rows]",
         "stored_vectors": "own.copy_(torch.stack(of_own))",
     }

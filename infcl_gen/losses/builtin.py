@@ -1,6 +1,6 @@
 """The built-in losses: one record for each, from which its section of docs/losses.md is written, too."""
 
-from sympy import Rational
+from sympy import Expr, Rational
 
 from infcl_gen.losses.language import (
     LossSpec,
@@ -10,6 +10,7 @@ from infcl_gen.losses.language import (
     guide,
     is_positive,
     is_self,
+    key_state,
     keys,
     log,
     logsumexp_over_all_positives,
@@ -414,16 +415,24 @@ For rows with classes of which a row need not be near to all. The paper finds `s
 Positives share one softmax: those that are near already have most of the gradient.""",
 )
 
-_GAMMA, _EPS = Rational(9, 10), 1e-14
+_GAMMA, _LOG_EPS = Rational(9, 10), -14 * log(10)
 _apart = scale * z
-_far = logsumexp_over_keys(_apart, where=1 - is_positive) - positive(_apart)
-_log_g = maximum(_far, -10_000) - log(maximum(keys - 1, 1))  # of a query without negatives e^-10000 is 0
-_fresh = _log_g + step(query_state + 5000) * log(_GAMMA)  # what was never visited has no part in the average
-_log_u = next_state(_fresh + softplus(query_state + log(1 - _GAMMA) - _fresh))
+
+
+def _averaged(sums: Expr, state: Expr) -> Expr:
+    """tau * g / (u + eps): `sums` is the log-sum-exp of the negatives, and `state` log u before the update."""
+    log_g = maximum(sums - positive(_apart), -10_000) - log(maximum(keys - 1, 1))  # without negatives e^-10000 is 0
+    fresh = log_g + step(state + 5000) * log(_GAMMA)  # what was never visited has no part in the average
+    log_u = next_state(fresh + softplus(state + log(1 - _GAMMA) - fresh))
+    return detach(1 / scale) * exp(log_g - log_u - softplus(_LOG_EPS - log_u))
+
+
+_of_query = _averaged(logsumexp_over_keys(_apart, where=1 - is_positive), query_state)
+_of_key = _averaged(logsumexp_over_queries(_apart, where=1 - is_positive), key_state)
 
 SOGCLR = LossSpec(
     name="sogclr",
-    formula=mean_over_queries(detach(1 / scale) * exp(_log_g - _log_u) / (1 + _EPS * exp(-_log_u))),
+    formula=mean_over_queries(_of_query),
     positives="label",
     doc="SogCLR, one direction: a moving average over steps in place of the batch's sum, for small batches.",
     source="Yuan et al., arXiv 2202.12387, algorithm 1; Wei et al., FastCLIP, arXiv 2407.01445, with gamma = 0.9",
@@ -436,11 +445,33 @@ The call writes the next ones into that tensor. It has no gradient, and does not
 Begin with `-torch.inf`, which means that a sample was never visited: then u = g. So does any state below -5000.
 Without gradients the state is written, too: pass a copy to keep it. Activation checkpointing of the loss writes twice.
 
-The caller keeps a state for each sample, and calls once for each direction, [as is shown below](#states-of-samples).
+The caller keeps a state for each sample, [as is shown below](#states-of-samples), and calls once for each direction.
+`sogclr_clip` has both in one call, of half the products, where query i and key i are a pair.
 The temperature that multiplies the sum is a constant: `scale` learns through g alone, as its query's share of g / u.
 SogCLR and FastCLIP-v1 do not learn it: pass a number.
 FastCLIP-v3 learns it with `rho`: add `((u + v).mean() + 2 * rho) / scale` to the loss, of the states after both calls.
 Another gamma is a loss of one's own. A schedule writes `detach(query_weight)` for gamma, and passes it.""",
+)
+
+SOGCLR_CLIP = LossSpec(
+    name="sogclr_clip",
+    formula=mean_over_queries(_of_query) + mean_over_keys(_of_key),
+    positives="diagonal",
+    doc="SogCLR in both directions: each query and each key has a moving average in place of the batch's sum.",
+    source="Yuan et al., arXiv 2202.12387, algorithm 1; Wei et al., FastCLIP, arXiv 2407.01445, with gamma = 0.9",
+    use="""\
+For pairs of images and texts in batches that are small: what `sogclr` has in two calls, in one call and one sweep.
+`scale` is 1 / temperature. Features have norm 1. `bias` has no part in it.
+
+A call passes `query_state=`, (M,), and `key_state=`, (N,), the logarithms of u of its queries and of v of its keys.
+Both are fp32 or fp64, on the device of the features, and two tensors. The call writes the next ones into them.
+What is said of a state of `sogclr` is true of either.
+
+Each rank has as many keys as queries, query i and its own key on one rank, which passes the states of both.
+The caller keeps both states for each sample, [as is shown below](#states-of-samples).
+SogCLR and FastCLIP-v1 do not learn the temperature: pass a number.
+FastCLIP-v3 learns it with `rho`: add `((u + v).mean() + 2 * rho) / scale` to the loss, of the states after the call.
+Another gamma is a loss of one's own. A schedule writes `detach(query_weight)` and `detach(key_weight)`.""",
 )
 
 BUILTIN_LOSSES: dict[str, LossSpec] = {
@@ -453,6 +484,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         DISTILL,
         RINCE,
         SOGCLR,
+        SOGCLR_CLIP,
         MIL_NCE,
         MIL_NCE_MULTI,
         GEMINI,

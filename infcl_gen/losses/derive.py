@@ -59,7 +59,7 @@ import sympy
 from sympy import Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
-from infcl_gen.losses.form import Form, PairTerm, form_of, refuse
+from infcl_gen.losses.form import STATES, Form, PairTerm, form_of, refuse
 from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
 from infcl_gen.losses.printers import (
     Printer,
@@ -68,7 +68,6 @@ from infcl_gen.losses.printers import (
     d,
     display,
     m,
-    next_state,
     p,
     pc,
     pooled,
@@ -234,18 +233,13 @@ class Derivation:
         """e of the module docstring, and a query's part of `pooled_slope`; None of a loss without them."""
         if self.form.pooled is None:
             return None
-        slope = diff(self.query_term.xreplace(self._whole), pooled)
+        slope = diff(self.query_term.xreplace(self.form.constants), pooled)
         return self.form.pooled, _by_term(slope, self.factor_of_pooled)
 
     @property
     def factor_of_pooled(self) -> Expr:
         """What `pooled_slope` lacks to be S of the module docstring."""
         return _factor_of_pooled(self.form)
-
-    @property
-    def _whole(self) -> dict[Expr, Expr]:
-        """What stands for the next state of a query in generated code."""
-        return {} if self.form.next_state is None else {next_state: language.detach(self.form.next_state)}
 
     @property
     def _pooled(self) -> int:
@@ -282,7 +276,7 @@ class Derivation:
             **({"key_weight": self.key_weight} if self.form.crossed else {}),
             **self.slopes_of_vectors,
         }  # fmt: skip
-        values = [each.xreplace(self._whole) for each in results.values()]
+        values = [each.xreplace(self.form.constants) for each in results.values()]
         shared, reduced = sympy.cse(values, map(temporary, itertools.count()))
         found = [f"{symbol} = {printer(value, names)}" for symbol, value in shared]
         for name, value in zip(results, reduced, strict=True):
@@ -521,7 +515,7 @@ def _derived(form: Form) -> Derivation:
         key_weight=_slope_of_query(form, cp),
         positive_slope=of_p + _slope_of_query(form, pc),
         vector_slopes=tuple(
-            form.next_state if keyword == "query_state" else _slope_of_query(form, each)
+            form.following[keyword] if keyword in STATES else _slope_of_query(form, each)
             for keyword, each in form.vectors.items()
         ),
         through_z=through_z,

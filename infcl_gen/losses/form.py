@@ -6,17 +6,18 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
 p is the logit of the positive, and v are a query's own numbers, which a call gives. One of them may be a state: F then
-has a constant in it, the next state, which is a function of the same arguments. Of positives="id" p is a statistic,
-too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and a query without
-positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide. F may also
-depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second log-sum-exp, that
-of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the positives of all
-queries of a function of their logits and similarities. Log-sum-exps of logits may leave pairs out: positives, those of
-one id, and those whose similarity, or a guide's, exceeds their query's threshold, which is affine in that of its
-positive. F may also depend on t of the key that is the positive. Of similarity("query", "query") z_ij = q_i . q_j, and
-a row is no key of its own: the form is that of i != j over z, and its domain a triangle. There F may also depend on s
-of the row that is the positive: rows are then pairs, each the positive of the other. To F and G may be added constants
-times the mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
+has a constant in it, the next state, which is a function of the same arguments. So may G, of a key. Of positives="id" p
+is a statistic, too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and
+a query without positives adds nothing. Of positives="none" p is the mean of a query's logits by the softmax of a guide.
+F may also depend on the positive's similarity, scale, bias, and the numbers of queries and keys, and on a second
+log-sum-exp, that of a constant multiple of the logits; and on one number of the whole batch, the log-sum-exp over the
+positives of all queries of a function of their logits and similarities. Log-sum-exps of logits may leave pairs out:
+positives, those of one id, and those whose similarity, or a guide's, exceeds their query's threshold, which is affine
+in that of its positive. F may also depend on t of the key that is the positive. G that is more than constant multiples
+is such a part of F. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that
+of i != j over z, and its domain a triangle. There F may also depend on s of the row that is the positive: rows are then
+pairs, each the positive of the other. To F and G may be added constants times the mean of a query's logits, m_i, and of
+a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -39,6 +40,7 @@ from infcl_gen.losses.printers import (
     h,
     m,
     next_state,
+    next_statek,
     p,
     pc,
     pooled,
@@ -47,6 +49,7 @@ from infcl_gen.losses.printers import (
     r2,
     rp,
     state,
+    statek,
     u,
     uk,
     x,
@@ -96,7 +99,8 @@ class Form:
     domain      of the pairs (i, j): as in `Traits`
     scaled      as in `Traits`: z is the product of features times these, in all expressions
     multiple    what multiplies the logits in the second log-sum-exp; 1 without one
-    next_state  what becomes the state of a query, and stands in F as the symbol of this name; None without a state
+    next_states  what becomes the state of a query, and of its key, and stands in F as a symbol of `STATES`; None for
+                no state
     weight      of keys in m_i: weight[0] + weight[1] * u_i . v_j, of a guide; None where all are alike
     pooled      of the log-sum-exp over the positives of all queries, which stands in F as the symbol of this name, what
                 it is of: a function of p, positive_z, scale and bias; None without one
@@ -114,7 +118,7 @@ class Form:
     of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
     scaled: tuple[str, ...] = ()
     multiple: Expr = ONE
-    next_state: Expr | None = None
+    next_states: tuple[Expr | None, Expr | None] = (None, None)
     weight: tuple[Expr, Expr] | None = None
     pooled: Expr | None = None
     threshold: tuple[Expr, Expr] | None = None
@@ -163,8 +167,18 @@ class Form:
     @property
     def vectors(self) -> dict[str, Symbol]:
         """The symbols of queries' own numbers in F, by the keyword of a call that they follow from."""
-        whole = self.query_term if self.next_state is None else self.query_term + self.next_state + state
-        return {keyword: symbol for keyword, symbol in OWN.items() if whole.has(symbol)}
+        read = [self.query_term, *self.following.values(), *(STATES[keyword][0] for keyword in self.following)]
+        return {keyword: symbol for keyword, symbol in OWN.items() if any(each.has(symbol) for each in read)}
+
+    @property
+    def following(self) -> dict[str, Expr]:
+        """`next_states` that there are, by the keyword of a call that each takes the place of."""
+        return {keyword: each for keyword, each in zip(STATES, self.next_states, strict=True) if each is not None}
+
+    @property
+    def constants(self) -> dict[Expr, Expr]:
+        """What stands for the symbols of next states where their expressions are written out."""
+        return {STATES[keyword][1]: language.detach(each) for keyword, each in self.following.items()}
 
 
 BY_GUIDE = "mean_by_guide"
@@ -173,7 +187,9 @@ _CLASSES = {is_positive, same_id}
 # Which pairs are above their query's threshold, in masks; and the class of pairs by what is compared with it.
 _IS_ABOVE = Symbol("is_above", real=True)
 _ABOVE = {z: "above", language.guide: "above_by_guide"}
-OWN = {"query_weight": u, "key_weight": uk, "negatives": h, "query_state": state}
+# By keyword the symbols of a state and of the next one.
+STATES = {"query_state": (state, next_state), "key_state": (statek, next_statek)}
+OWN = {"query_weight": u, "key_weight": uk, "negatives": h, "query_state": state, "key_state": statek}
 SCALES = (language.query_scale, language.key_scale)
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _CONSTANTS = (language.detach, language.next_state)
@@ -186,7 +202,7 @@ _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
-    language.mean_of_queries(x): d, language.query_state: state,
+    language.mean_of_queries(x): d, language.query_state: state, language.key_state: statek,
     language.of_positive(language.logsumexp_over_keys(x)): rp,
     language.of_positive(language.logsumexp_over_queries(x)): cp,
     language.key_weight: uk,
@@ -244,26 +260,28 @@ def form_of(spec: LossSpec) -> Form:
             f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     formula = formula.replace(language.mean_of_keys, lambda over, *_: language.mean_of_keys(over))
-    own_numbers = {language.query_weight, language.key_weight, language.query_state}
+    own_numbers = {language.query_weight, language.key_weight, language.query_state, language.key_state}
     known_outside = {x, positive_z, scale, bias, queries, keys, *own_numbers}
     if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
     outside = sorted(map(str, formula.free_symbols - known_outside))
     if outside:
         raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
-    of_query = (language.logsumexp_over_negatives(x), language.next_state)
-    own = [display(each) if isinstance(each, Expr) else each.__name__ for each in of_query if formula.has(each)]
     refuse(
-        (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
-         "write mean_over_queries alone, and call it once for each direction"),
+        (formula.has(language.logsumexp_over_negatives) and formula.has(language.mean_over_keys),
+         f"{display(language.logsumexp_over_negatives(x))} has no kernel yet beside mean_over_keys: write "
+         "mean_over_queries alone, and call it once for each direction"),
         (formula.has(language.of_positive) and multiple != 1, "of_positive has no kernel yet beside two log-sum-exps: "
          "write one logit in all of them"),
     )  # fmt: skip
     second = {language.logsumexp_over_keys(multiple * x): r2} if multiple != 1 else {}
     query_term, key_term, of_means = _terms(formula, second)
     query_term, of_all = _with_pooled(spec, query_term, key_term)
-    query_term, following = _with_next_state(query_term)
-    query_term, key_term = _crossed(spec, query_term, key_term, excluded)
+    (query_term, following), (key_term, of_key) = (
+        _with_next_state(*each) for each in zip((query_term, key_term), STATES, strict=True)
+    )
+    query_term, key_term, column = _crossed(spec, query_term, key_term, excluded)
+    of_key = None if of_key is None else of_key.xreplace(column)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     found += (_KNOWN[c],) * query_term.has(cp)
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
@@ -290,9 +308,6 @@ def form_of(spec: LossSpec) -> Form:
                                        "positives='label'"))  # fmt: skip
         found += (Statistic("query", of_positives, p),)
     refuse(
-        (key_term != 0 and "positive" in excluded,
-         "where= that leaves out positives has no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
-         "call it once for each direction"),
         (key_term.has(c) and spec.positives != "diagonal",
          "logsumexp_over_queries needs positives='diagonal': write that, or mean_over_queries without mean_over_keys"),
         (key_term != 0 and not key_term.has(c),
@@ -304,7 +319,8 @@ def form_of(spec: LossSpec) -> Form:
     over_symbols = formula.xreplace(_REDUCED | second).replace(language.next_state, language.detach)
     over_symbols = over_symbols.replace(_POOLED, lambda _: pooled)
     threshold = None if compared is None else compared.threshold
-    of_pairs = (None, excluded, domain, of_means, scaled, multiple, following, weight, of_all, threshold)
+    states = following, of_key
+    of_pairs = (None, excluded, domain, of_means, scaled, multiple, states, weight, of_all, threshold)
     return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
 
 
@@ -334,19 +350,22 @@ def _check_constants(formula: Expr) -> None:
     refuse(
         (names, f"{' and '.join(names)} in a logit or in sum_over_pairs has no kernel yet: write it outside of "
                 "reductions, in mean_over_queries"),
-        (formula.has(language.query_state) and not formula.has(language.next_state),
-         "query_state is kept by nothing: write next_state(e) of what becomes the state, or query_weight"),
     )  # fmt: skip
 
 
-def _with_next_state(term: Expr) -> tuple[Expr, Expr | None]:
-    """F with a symbol for the next state of a query, and that, if there is one."""
+def _with_next_state(term: Expr, keyword: str) -> tuple[Expr, Expr | None]:
+    """F or G with a symbol for the next state of a query or a key, and that, if there is one."""
+    (before, following), side = STATES[keyword], keyword.removesuffix("_state")
     found = sorted(term.atoms(language.next_state), key=sympy.default_sort_key)
+    refuse(
+        (term.has(before) and not found,
+         f"{keyword} is kept by nothing: write next_state(e) of what becomes the state, or {side}_weight"),
+        (len(found) > 1, f"a {side} has one state, and {' and '.join(map(_in_words, found))} are two: write one of "
+                         "them, and detach the other"),
+    )  # fmt: skip
     if not found:
         return term, None
-    refuse((len(found) > 1, f"a query has one state, and {' and '.join(map(_in_words, found))} are two: write one of "
-                            "them, and detach the other"))  # fmt: skip
-    return sympy.factor_terms(term.xreplace({found[0]: next_state})), found[0].args[0]
+    return sympy.factor_terms(term.xreplace({found[0]: following})), found[0].args[0]
 
 
 def _with_pooled(spec: LossSpec, term: Expr, key_term: Expr) -> tuple[Expr, Expr | None]:
@@ -701,29 +720,33 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
         if term.has(other) or term.has(x):
             words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
             raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
-        weights = ("query_weight", "key_weight")[:: 1 if side == "queries" else -1]
-        refuse((term.has(OWN[weights[1]]), f"{weights[1]} has no value in mean_over_{side}: write {weights[0]}"))
+        for number in ("weight", "state"):
+            right, wrong = (f"{each}_{number}" for each in ("query", "key")[:: 1 if side == "queries" else -1])
+            refuse((term.has(OWN[wrong]), f"{wrong} has no value in mean_over_{side}: write {right}"))
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
 
 
-def _crossed(spec: LossSpec, query_term: Expr, key_term: Expr, excluded: tuple[str, ...]) -> tuple[Expr, Expr]:
-    """F and G. Where these are no sums of constant multiples of their parts, or a query has a loss of its own, G of key
-    i becomes part of F of query i, whose positive it is: there it is a function of cp, and of pc for p."""
-    linear = _is_linear(query_term, r) and _is_linear(key_term, c) and spec.reduction == "mean"
-    if key_term == 0 or linear:
-        return query_term, key_term
+def _crossed(
+    spec: LossSpec, query_term: Expr, key_term: Expr, excluded: tuple[str, ...]
+) -> tuple[Expr, Expr, dict[Symbol, Symbol]]:
+    """F and G, and what stands for symbols of G. Where these are no sums of constant multiples of their parts, or sums
+    leave out positives, or a query has a loss of its own, G of key i becomes part of F of query i, whose positive it
+    is: there it is a function of cp, and of pc for p where the sum has it."""
+    linear = _is_linear(query_term, r) and _is_linear(key_term, c) and "positive" not in excluded
+    if key_term == 0 or (linear and spec.reduction == "mean"):
+        return query_term, key_term, {}
     once = "write mean_over_queries alone, and call it once for each direction"
     refuse(
         (not key_term.has(c), "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
         (spec.positives != "diagonal", "logsumexp_over_queries needs positives='diagonal': write that, or "
          "mean_over_queries without mean_over_keys"),
-        ("positive" in excluded, f"where= that leaves out positives has no kernel yet beside mean_over_keys: {once}"),
         (not query_term.has(r), "such terms of keys have no kernel without a log-sum-exp over keys: exchange queries "
                                 "and keys, and write mean_over_queries"),
         (query_term.has(r2), f"two log-sum-exps of a query have no kernel yet beside mean_over_keys: {once}"),
         (query_term.has(cp), f"of_positive has no kernel yet beside mean_over_keys: {once}"),
     )  # fmt: skip
-    return query_term + key_term.xreplace({c: cp, p: pc}), Integer(0)
+    column = {c: cp} | ({} if "positive" in excluded else {p: pc})
+    return query_term + key_term.xreplace(column), Integer(0), column
 
 
 def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
@@ -762,9 +785,10 @@ def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[st
             )
         total += weight * each.args[0]
     unknown = sorted(map(str, total.free_symbols - {z, scale, bias, *_CLASSES}))
-    of_side = [name for name in ("query_weight", "query_state", "key_weight") if name in unknown]
+    of_side = [name for name in ("query_weight", "query_state", "key_weight", "key_state") if name in unknown]
+    side = "keys" if of_side and of_side[0].startswith("key") else "queries"
     refuse((of_side, f"{''.join(of_side[:1])} has no kernel yet in sum_over_pairs: write it in "
-            f"mean_over_{'keys' if of_side == ['key_weight'] else 'queries'}"))  # fmt: skip
+            f"mean_over_{side}"))  # fmt: skip
     if unknown:
         raise LossError(f"{', '.join(unknown)} has no kernel yet in sum_over_pairs: write terms of z, scale, bias, "
                         "is_positive and same_id")  # fmt: skip

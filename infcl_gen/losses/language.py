@@ -34,8 +34,8 @@ changes the terms of other queries, too: `derive` adds them up.
 | `positives_of_query`                 | query         | the number of a query's positives                            |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights, each in the mean over its side         |
 | `query_scale`, `key_scale`           | query, key    | the caller's factors of `z`: 1 / temperature of a sample     |
-| `query_state`                        | query         | the caller's state of the query, without gradient            |
-| `next_state(e)`                      | query         | e without its gradient, which becomes the state              |
+| `query_state`, `key_state`           | query, key    | the caller's state of each, without gradient                 |
+| `next_state(e)`                      | query, key    | e without its gradient, which becomes the state              |
 | `detach(e)`                          | as it comes   | e, whose derivative is 0                                     |
 
 In `where=`, `step(guide - positive(guide))` is 1 for the pairs above their query's threshold; so it is of `z`.
@@ -62,7 +62,7 @@ from infcl_gen.inputs.text import parse_prefixes
 
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_positive", "is_self",
-    "key_scale", "key_weight", "keys", "log", "logsumexp_over_all_positives", "logsumexp_over_keys",
+    "key_scale", "key_state", "key_weight", "keys", "log", "logsumexp_over_all_positives", "logsumexp_over_keys",
     "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_of_keys",
     "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "next_state", "of_positive",
     "positive", "positives_of_query", "queries", "query_scale", "query_state", "query_weight", "same_id", "scale",
@@ -211,12 +211,12 @@ def is_identifier(name: object) -> bool:
 
 _SYMBOLS = (
     "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight query_scale "
-    "key_scale query_state"
+    "key_scale query_state key_state"
 )
 SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS.split()}
 (
     z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight,
-    query_scale, key_scale, query_state,
+    query_scale, key_scale, query_state, key_state,
 ) = SYMBOLS.values()  # fmt: skip
 
 

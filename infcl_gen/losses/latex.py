@@ -11,7 +11,7 @@ from sympy.printing.latex import LatexPrinter
 
 from infcl_gen.losses import language
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.form import left_out
+from infcl_gen.losses.form import STATES, left_out
 from infcl_gen.losses.language import bias, scale, z
 from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
@@ -20,6 +20,7 @@ from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
     "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "C_i", "pc": "p_i", "uk": "u'_i",
+    "statek": r"\bar y_i", "next_statek": r"\bar y'_i",
     "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
     "pooled": "E", "pooled_slope": "S",
 }  # fmt: skip
@@ -115,7 +116,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **{
             f"of_{keyword}": rf"\frac{{\partial L}}{{\partial {_text(symbol)}}} = \frac{{1}}{{M}} {_factor(slope)}"
             for (keyword, symbol), slope in zip(derivation.form.vectors.items(), derivation.vector_slopes, strict=True)
-            if keyword != "query_state"
+            if keyword not in STATES
         },
         **{
             f"of_{name}": rf"\frac{{\partial L}}{{\partial {_SCALES[name]}}} = \frac{{1}}{{{_SCALES[name]}}} {side}"
@@ -194,8 +195,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         mean = r"m_i = \frac{\sum_j \omega_{ij} x_{ij}}{\sum_j \omega_{ij}}, \quad \omega_{ij} = " + weight
     found |= {"query_mean": mean} if of_queries != 0 else {}
     found |= {"key_mean": r"d_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
-    following = derivation.form.next_state
-    vectors = _VECTORS if following is None else _VECTORS | {"query_state": f"y'_i = {_text(following)}"}
+    following = derivation.form.following.items()
+    vectors = _VECTORS | {keyword: f"{_text(STATES[keyword][1])} = {_text(each)}" for keyword, each in following}
     return found | {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 

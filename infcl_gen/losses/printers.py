@@ -23,16 +23,18 @@ from infcl_gen.losses.language import LossError
 # key's queries, p the logit of the positive, and positive_z its similarity. Of a query's own numbers u is the
 # caller's weight, h = logsumexp over its own negatives, and state what the caller keeps of it, which next_state takes
 # the place of. m is the mean of a query's logits, and d that of a key's. r2 is as r, of a constant multiple of x; rp
-# is r of the row that is the positive, and cp is c of the key that is, of which uk is the caller's weight, and pc is
-# p as the sum of its column has it. Of the whole batch pooled = logsumexp over the positives of all queries, and
-# pooled_slope follows from the terms' slopes by it.
+# is r of the row that is the positive, and cp is c of the key that is, of which uk is the caller's weight and statek
+# the state, and pc is p as the sum of its column has it. Of the whole batch pooled = logsumexp over the positives of
+# all queries, and pooled_slope follows from the terms' slopes by it.
 _LETTERS = (
     "x", "r", "c", "p", "positive_z", "u", "h", "state", "next_state", "m", "d", "r2", "rp", "cp", "pc", "uk",
-    "pooled", "pooled_slope",
+    "statek", "next_statek", "pooled", "pooled_slope",
 )  # fmt: skip
-_OWN = x, r, c, p, positive_z, u, h, state, next_state, m, d, r2, rp, cp, pc, uk, pooled, pooled_slope = tuple(
-    Symbol(each, real=True) for each in _LETTERS
-)
+_OWN = tuple(Symbol(each, real=True) for each in _LETTERS)
+(
+    x, r, c, p, positive_z, u, h, state, next_state, m, d, r2, rp, cp, pc, uk, statek, next_statek, pooled,
+    pooled_slope,
+) = _OWN  # fmt: skip
 
 
 def temporary(number: int) -> Symbol:

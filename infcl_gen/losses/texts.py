@@ -9,7 +9,7 @@ import sympy
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.form import left_out
+from infcl_gen.losses.form import STATES, left_out
 from infcl_gen.losses.language import bias, guide, is_positive, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import (
     Printer,
@@ -49,6 +49,8 @@ _PAIR = {
     "cp": "C_i",
     "pc": "p_i",
     "uk": "uk_i",
+    "statek": "statek_i",
+    "next_statek": "nextk_i",
     "pooled": "E",
     "pooled_slope": "S",
     "queries": "M",
@@ -93,12 +95,16 @@ _NO_GUIDES = """\
 if guide_queries is not None or guide_keys is not None:
         raise ValueError("this loss takes no guide_queries and guide_keys")"""
 _STATE = """\
-if query_state is None or query_state.shape != (len(q),) or not query_state.is_floating_point():
-    raise ValueError(f"this loss needs query_state, floating-point of shape ({len(q)},)")
-state = query_state.detach().to(q.device, dtype)"""
+if {name} is None or {name}.shape != (len({x}),) or not {name}.is_floating_point():
+    raise ValueError(f"this loss needs {name}, floating-point of shape ({{len({x})}},)")
+{symbol} = {name}.detach().to(q.device, dtype)"""
 _NO_STATE = """\
-if query_state is not None:
-    raise ValueError("this loss takes no query_state")"""
+if {name} is not None:
+    raise ValueError("this loss takes no {name}")"""
+_ABOUT_STATES = {
+    "query_state": "\n    state_i, next_i   the caller's state of a query, before and after a call",
+    "key_state": "\n    statek_i, nextk_i  the same of key i",
+}
 _ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
@@ -198,7 +204,7 @@ def _of_vectors(derivation: Derivation) -> dict[str, str]:
     """The gradients of queries' own numbers, and what those of negatives add to others."""
     found, vectors = {}, derivation.form.vectors.items()
     for (keyword, symbol), slope in zip(vectors, derivation.vector_slopes, strict=True):
-        if keyword != "query_state":
+        if keyword not in STATES:
             found[f"of_{keyword}"] = f"dL/d{symbol}_i = 1/M * ({display(slope, _PAIR)})"
     if "negatives" in derivation.form.vectors:
         found["of_negatives"] += "; sums over j also have g_il = dL/dh_i * exp(x_il - h_i) of n_il"
@@ -256,12 +262,17 @@ def _second_statistic(derivation: Derivation, summed: str) -> dict[str, str]:
 
 
 def _own_statistics(derivation: Derivation) -> dict[str, str]:
-    following = derivation.form.next_state
+    following = derivation.form.following.items()
     vectors = {
         "query_weight": "u_i = the weight of query i",
         "key_weight": "uk_i = the weight of key i",
         "negatives": "h_i = log sum_l exp(x(q_i . n_il))",
-        "query_state": "" if following is None else f"next_i = {display(following, _PAIR)}, which replaces state_i",
+        **{
+            keyword: "{2} = {0}, which replaces {1}".format(
+                display(each, _PAIR), *(_PAIR[str(symbol)] for symbol in STATES[keyword])
+            )
+            for keyword, each in following
+        },
     }
     return {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
@@ -416,7 +427,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "paired": traits.paired,
         "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
         "legend_of_counts": ("M     number of rows" if triangle else "M, N  numbers of queries and keys")
-        + "\n    state_i, next_i   the caller's state of a query, before and after a call" * traits.state,
+        + "".join(_ABOUT_STATES[keyword] for keyword in form.following),
         "own_side": traits.sides[0],
         "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L"
@@ -551,7 +562,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(
             f"\n    of_{each}        what replaces the state, a constant in `query_term`"
-            if keyword == "query_state"
+            if keyword in STATES
             else f"\n    of_{each}            the derivative of `query_term` by {each}"
             for keyword, each in derivation.form.vectors.items()
         ),
@@ -584,16 +595,21 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
     weight_of_key = "(N,) floating-point, the weight of each key"
     negatives = "(M, H, D) floating-point, H further keys of each query"
     state = "(M,) floating-point, the state of each query, which stays as it is"
+    state_of_key = "(N,) floating-point, the state of each key, which stays as it is"
     return {
         "vectors": repr(tuple(own)),
         "weights": "query_weight" in own,
         "weights_of_keys": "key_weight" in own,
         "further_keys": "negatives" in own,
-        "state_of_queries": _STATE if "query_state" in own else _NO_STATE,
+        "states": "\n".join(
+            (_STATE if name in own else _NO_STATE).format(name=name, x=x, symbol=STATES[name][0])
+            for name, x in (("query_state", "q"), ("key_state", "k"))
+        ),
         "about_weights": f"{weight if 'query_weight' in own else 'must be None'}.",
         "about_key_weights": f"{weight_of_key if 'key_weight' in own else 'must be None'}.",
         "about_negatives": f"{negatives if 'negatives' in own else 'must be None'}.",
         "about_state": f"{state if 'query_state' in own else 'must be None'}.",
+        "about_key_state": f"{state_of_key if 'key_state' in own else 'must be None'}.",
     }
 
 

@@ -96,17 +96,19 @@ def _guides(package: Package, q: Tensor, k: Tensor | None) -> dict[str, Tensor |
 def _passed(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, ...]:
     """What a call passes of numbers of single rows."""
     given = _vectors(package, q) | _scales(package, q, k)
-    names = ("query_weight", "key_weight", "negatives", "query_state", "query_scale", "key_scale")
+    names = ("query_weight", "key_weight", "negatives", "query_state", "key_state", "query_scale", "key_scale")
     return tuple(given.get(name) for name in names)
 
 
 def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
     """Keywords of own numbers: weights up to 1, those of keys the other way round, another query and the query itself
-    read backwards, and a state below 0 that the first queries do not have yet. A call overwrites the last."""
+    read backwards, and states below 0 that the first queries, and the last keys, do not have yet. A call overwrites
+    the states."""
     weights = torch.arange(1, len(q) + 1, device=q.device, dtype=torch.float64) / len(q)
     state = torch.where(weights < 0.2, -math.inf, -weights)
     weights_of_both = {"query_weight": weights, "key_weight": weights.flip(0)}
-    found = weights_of_both | {"negatives": torch.stack((q.roll(1, 0), q.flip(1)), 1), "query_state": state}
+    states = {"query_state": state, "key_state": state.flip(0)}
+    found = weights_of_both | {"negatives": torch.stack((q.roll(1, 0), q.flip(1)), 1)} | states
     return {name: found[name] for name in package.traits.vectors}
 
 

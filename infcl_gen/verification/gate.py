@@ -475,9 +475,10 @@ class _OfQueries:
             self.own_mean = (self.own_probability * self.own_dx).sum(1)
             numbers.append(h)
             errors.append(self.own_mean + self.v * (h.abs() + 4))
-        if inputs.query_state is not None:
-            numbers.append(inputs.query_state.to(x.dtype))
-            errors.append(self.v * numbers[-1].abs().nan_to_num(posinf=0.0))
+        for state in (inputs.query_state, inputs.key_state):
+            if state is not None:
+                numbers.append(state.to(x.dtype))
+                errors.append(self.v * numbers[-1].abs().nan_to_num(posinf=0.0))
         if traits.several:  # their terms do not depend on similarities otherwise
             positive_z = dz = torch.zeros_like(r)
         else:
@@ -617,7 +618,7 @@ def _of_negatives(
     q, _, scale, bias = inputs.leaves(torch.float64, torch.float64)
     assert inputs.negatives is not None
     n = inputs.negatives.to(q.dtype)
-    place = -1 if inputs.query_state is None else -2  # a state is the last of a query's own numbers
+    place = -1 - sum(each is not None for each in (inputs.query_state, inputs.key_state))  # states are the last ones
     slope, dslope = of.values[place], of.errors[place]
     g = slope[:, None] * of.own_probability
     dg = g.abs() * (of.own_dx + of.own_mean[:, None] + 4 * of.v) + dslope[:, None] * of.own_probability

@@ -19,11 +19,14 @@ from infcl_gen.runtime.selftest import Results as LossAndGrads
 SLICE_ROWS = 2048
 
 
+STATES = "query_state", "key_state"  # which a call replaces
+
+
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
     for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids, of one side query_ids alone; query_weight
-    (M,), key_weight (N,), negatives (M, H, D), query_state (M,), query_scale (M,) and key_scale (N,) for losses with
-    them; guide_queries (M, D) and guide_keys (N, D) for losses with a guide."""
+    (M,), key_weight (N,), negatives (M, H, D), query_state (M,), key_state (N,), query_scale (M,) and key_scale (N,)
+    for losses with them; guide_queries (M, D) and guide_keys (N, D) for losses with a guide."""
 
     q: Tensor
     k: Tensor | None
@@ -36,6 +39,7 @@ class Inputs(NamedTuple):
     key_weight: Tensor | None = None
     negatives: Tensor | None = None
     query_state: Tensor | None = None
+    key_state: Tensor | None = None
     query_scale: Tensor | None = None
     key_scale: Tensor | None = None
     guide_queries: Tensor | None = None
@@ -43,17 +47,17 @@ class Inputs(NamedTuple):
 
     @property
     def given(self) -> dict[str, Tensor | None]:
-        """The keywords of a call: labels, and the others that the loss has; a copy of the state, which is written."""
-        state = None if self.query_state is None else self.query_state.clone()
-        others = zip(self._fields[5:], self._replace(query_state=state)[5:], strict=True)
-        return {"labels": self.labels, **{name: x for name, x in others if x is not None}}
+        """The keywords of a call: labels, and the others that the loss has; copies of states, which are written."""
+        others = {name: x for name, x in zip(self._fields[5:], self[5:], strict=True) if x is not None}
+        states = {name: x.clone() for name, x in others.items() if name in STATES}
+        return {"labels": self.labels, **others, **states}
 
     def of_rank(self, rows: slice, keys: slice) -> "Inputs":
         """The part of some queries and some keys; labels stay those of all keys."""
         of_queries = (
             "q", "labels", "query_ids", "query_weight", "negatives", "query_state", "query_scale", "guide_queries",
         )  # fmt: skip
-        of_keys = ("k", "key_ids", "key_weight", "key_scale", "guide_keys")
+        of_keys = ("k", "key_ids", "key_weight", "key_state", "key_scale", "guide_keys")
         sides = {name: rows for name in of_queries} | {name: keys for name in of_keys}
         return self._replace(**{
             name: x[side] for name, side in sides.items() if (x := getattr(self, name)) is not None
@@ -69,15 +73,14 @@ class Inputs(NamedTuple):
         self, mathematics: Any, q: Tensor, scale: Tensor, bias: Tensor, products: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, that
-        of its positive, the log-sum-exp of its own negatives, whose products with q are of another dtype, if given, and
-        its state."""
+        of its positive, the log-sum-exp of its own negatives, whose products with q are of another dtype, if given, its
+        state, and that of its positive."""
         found = [x.to(scale.dtype) for x in (self.query_weight, self.key_weight) if x is not None]
         if self.negatives is not None:
             dtype = products or scale.dtype
             z = torch.einsum("id,ild->il", q.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
             found.append(mathematics.logit(z, scale, bias).logsumexp(1))
-        if self.query_state is not None:
-            found.append(self.query_state.to(scale.dtype))
+        found += [x.to(scale.dtype) for x in (self.query_state, self.key_state) if x is not None]
         return tuple(found)
 
     def prefix(self, columns: int) -> "Inputs":

@@ -180,9 +180,9 @@ def neighbours(rows: int) -> Tensor:
 
 def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]) -> tuple[Tensor | None, ...]:
     """Weights of queries, and of keys, some 0 and some negative; one to three negatives of each, by seed as hard as
-    positives; a state about that of a moving average in logarithms, of some -inf; scales of queries and of keys,
-    from 1/2 to 2 and of some keys 0."""
-    weight = key_weight = negatives = state = query_scale = key_scale = None
+    positives; states about that of a moving average in logarithms, of some -inf; scales of queries and of keys, from
+    1/2 to 2 and of some keys 0."""
+    weight = key_weight = negatives = state = key_state = query_scale = key_scale = None
     if "query_weight" in vectors:
         weight = torch.randn(case.queries, generator=generator)
         weight[weight.abs() < 0.3] = 0.0
@@ -197,12 +197,15 @@ def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequenc
     if "query_state" in vectors:
         state = torch.randn(case.queries, generator=generator) - case.scale / 2
         state[:: 3 + case.seed % 3] = -torch.inf
+    if "key_state" in vectors:
+        key_state = torch.randn(case.keys, generator=generator) - case.scale / 2
+        key_state[1 :: 2 + case.seed % 3] = -torch.inf
     if "query_scale" in vectors:
         query_scale = torch.exp2(2 * torch.rand(case.queries, generator=generator) - 1)
     if "key_scale" in vectors:
         key_scale = torch.exp2(2 * torch.rand(case.keys, generator=generator) - 1)
         key_scale[3::7] = 0.0
-    return weight, key_weight, negatives, state, query_scale, key_scale
+    return weight, key_weight, negatives, state, key_state, query_scale, key_scale
 
 
 def _guides(case: Case, generator: torch.Generator) -> list[Tensor]:

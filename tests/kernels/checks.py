@@ -209,23 +209,31 @@ def losses_of_rows(made: Made, device: str = "cpu") -> None:
 
 
 def next_states(made: Made, device: str = "cpu") -> None:
-    """A call leaves the next state of its definition, that of a first visit, too, with and without gradients."""
+    """A call leaves the next states of their definition, those of a first visit, too, with and without gradients."""
     package = module(made)
     inputs = inputs_of(package, fitting(package, Case(129, 100, 0, scale=3.0, seed=5)), device)
     assert inputs.k is not None and inputs.query_state is not None
-    z, own = inputs.q.double() @ inputs.k.double().T, inputs.positives()
-    if made.loss == "sogclr":
-        _, expected = moving_average(z, torch.tensor(3.0, device=device), own, inputs.query_state)
-    else:
-        assert inputs.query_weight is not None and inputs.query_state is not None
-        terms = (3 * (z - z.gather(1, own[:, None]))).logsumexp(1)
-        before = inputs.query_state.clamp(min=-4)
-        expected = before + inputs.query_weight * (terms - before)
+    z, own, scale = inputs.q.double() @ inputs.k.double().T, inputs.positives(), torch.tensor(3.0, device=device)
+    sides = {"query_state": (z, inputs.query_weight), "key_state": (z.T, inputs.key_weight)}
+    same_id = inputs.same_id()
     for call in (package.loss_and_grads, package.contrastive_loss):
         given = inputs.given
         call(*inputs[:3], **given)
-        error = float((given["query_state"] - expected).abs().max())
-        assert error < 0.02, f"states are off by {error:.2g}"
+        for name, (x, rate) in sides.items():
+            before = getattr(inputs, name)
+            if before is None:
+                continue
+            if rate is None:
+                _, expected = moving_average(x, scale, own, before)
+            else:
+                terms = 3 * (x - x.gather(1, own[:, None]))
+                if same_id is not None:
+                    left_out = (same_id if name == "query_state" else same_id.T).scatter(1, own[:, None], False)
+                    terms = terms.masked_fill(left_out, -torch.inf)
+                before = before.clamp(min=-4)
+                expected = before + rate * (terms.logsumexp(1) - before)
+            error = float((given[name] - expected).abs().max())
+            assert error < 0.02, f"{name} is off by {error:.2g}"
 
 
 def repeatable(made: Made, case: Case, repeats: int, device: str = "cpu") -> None:

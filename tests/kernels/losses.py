@@ -8,11 +8,13 @@ from tests.losses.specs import (
     BY_ALL,
     BY_COLUMN,
     BY_PARTNER,
+    DECOUPLED_CLIP,
     DERIVABLE,
     NEAR_AND_IDS,
     OF_MULTIPLES,
     OF_ROWS,
     RATE,
+    RATES_OF_SIDES,
     SIDES,
     SMOOTH,
     spec,
@@ -24,7 +26,7 @@ margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
 angular = spec(DERIVABLE["angular_margin"].formula, "label", "angular")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
-weighed_sides = SIDES
+weighed_sides, rates_of_sides, decoupled_clip = SIDES, RATES_OF_SIDES, DECOUPLED_CLIP
 rate, weighed_by_all, weighed_by_partner, weighed_by_column = RATE, BY_ALL, BY_PARTNER, BY_COLUMN
 near_and_ids = NEAR_AND_IDS
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()

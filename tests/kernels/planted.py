@@ -52,6 +52,7 @@ EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dty
 PAIRS, ROWS, OWN = Made("panel", "siglip"), Made("rows", "infonce"), Made("rows", "hard")
 WEIGHED, ANGULAR = Made("panel", "rince"), Made("panel", "angular")
 STATES, RATES = Made("panel", "sogclr"), Made("rows", "rate")
+STATES_OF_SIDES = Made("panel", "rates_of_sides")
 WITHOUT_POSITIVES, OWN_OF_PANELS = Made("panel", "decoupled_by_id"), Made("panel", "hard")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
@@ -1326,6 +1327,13 @@ BUGS: dict[str, Bug] = {
     ),
     "the state of a query is taken for its weight": Bug(
         RATES, (("kernels.py", "tl.load(vectors + vectors_stride + i", "tl.load(vectors + i"),), checks.next_states
+    ),
+    "the state of a key is taken for that of its query": Bug(
+        STATES_OF_SIDES,
+        (("kernels.py", "tl.load(vectors + 3 * vectors_stride + i", "tl.load(vectors + 2 * vectors_stride + i"),),
+        checks.next_states,
+        (),
+        "key_state",
     ),
     # ---- a number of all positives
     "slopes are forgotten": Bug(

@@ -181,8 +181,8 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
 
 def shards_of(one: Combination, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
     """Rows and keys of each rank: a rank's positives are its own first keys, or its rows are pairs of views."""
-    weighed_keys = one.form == "both" and (one.weighted or one.term != "plain" or one.reduction == "none")
-    if one.form == "triangle" or one.above or one.crossed or weighed_keys:
+    plain = one.term == "plain" and one.mask in ("", "same_id") and one.reduction != "none" and not one.weighted
+    if one.form == "triangle" or one.above or one.crossed or (one.form == "both" and not plain):
         rows = [2 * (n // 2) for n in rows] if one.positives == "own" or one.coupled else rows
         return rows, rows
     if one.positives == "own":

@@ -20,7 +20,7 @@ from tests.kernels.worker import Interpreter
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
-    "sogclr", "dclw", "weighed_by_all", "weighed_by_column", "weighed_sides", "mil_nce_multi",
+    "sogclr", "sogclr_clip", "dclw", "weighed_by_all", "weighed_by_column", "weighed_sides", "mil_nce_multi",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -65,7 +65,7 @@ CASES = st.builds(
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
         *(("panel", loss) for loss in ("smooth", "smooth_rince")),
         *((strategy, "cwcl") for strategy in ("panel", "rows")),
-        *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_by_column")),
+        *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_by_column", "sogclr_clip")),
     ],
 )
 @examples(ci=6, long=300)
@@ -153,6 +153,7 @@ RANKS = [
     ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
     ("panel", "sogclr", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
+    ("panel", "sogclr_clip", "bf16", "gather"), ("panel", "rates_of_sides", "fp32", "ring"),
     ("panel", "dclw", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("panel", "weighed_by_all", "fp32", "gather"),
     ("panel", "weighed_sides", "bf16", "ring"), ("panel", "weighed_sides", "fp32", "gather"),
@@ -192,7 +193,9 @@ def test_gradients_of_queries_own_numbers(interpreted: Interpreter, strategy: st
     interpreted(checks.own_numbers, Made(strategy, "hard"))
 
 
-@pytest.mark.parametrize(("strategy", "loss"), [("panel", "sogclr"), ("rows", "rate")])
+@pytest.mark.parametrize(
+    ("strategy", "loss"), [("panel", "sogclr"), ("rows", "rate"), ("panel", "sogclr_clip"), ("panel", "rates_of_sides")]
+)
 def test_next_states(interpreted: Interpreter, strategy: str, loss: str) -> None:
     interpreted(checks.next_states, Made(strategy, loss))
 

@@ -234,7 +234,7 @@ def refusals(one: Combination) -> list[str]:
         "positives='id'": one.positives == "id" and of_keys,
         "positives='diagonal'": both and one.positives != "diagonal",
         "needs positives='label'": triangle and one.positives not in ("label", "own"),
-        "beside mean_over_keys": both and (one.mask in ("positive", "both") or one.margin),
+        "beside mean_over_keys": both and one.margin,
         "where=1 - is_self": triangle and one.mask in ("same_id", "both"),
         "kernels for logits affine in z": one.smoothed and one.capped,
         "give both sides": (one.smoothed or one.tempered) and triangle,
@@ -418,7 +418,7 @@ def _likely(one: Combination) -> Combination:
     one = dataclasses.replace(one, margin="", hard=False)
     if one.form == "pairs":
         return dataclasses.replace(one, weighted=False)
-    return dataclasses.replace(one, positives="diagonal", mask="same_id" if one.mask else "")
+    return dataclasses.replace(one, positives="diagonal")
 
 
 def _plain(one: Combination) -> Combination:

@@ -13,6 +13,7 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
+    key_state,
     key_weight,
     keys,
     log,
@@ -123,6 +124,23 @@ SIDES = spec(
     "diagonal",
     "weighed_sides",
 )
+# The same of either side: a key, too, has a rate and a state.
+_APART_OF_KEY = logsumexp_over_queries(X, where=KEPT) - positive(X)
+_APART_OF_QUERY, _BEFORE_OF_KEY = logsumexp_over_keys(X, where=KEPT) - positive(X), maximum(key_state, -4)
+_AFTER = _BEFORE + detach(query_weight) * (_APART_OF_QUERY - _BEFORE)
+_AFTER_OF_KEY = _BEFORE_OF_KEY + detach(key_weight) * (_APART_OF_KEY - _BEFORE_OF_KEY)
+RATES_OF_SIDES = spec(
+    mean_over_queries(query_weight * (_APART_OF_QUERY - next_state(_AFTER))) / 2
+    + mean_over_keys(key_weight * softplus(_APART_OF_KEY - next_state(_AFTER_OF_KEY))) / 3,
+    "diagonal",
+    "rates_of_sides",
+)
+DECOUPLED_CLIP = spec(
+    mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X)) / 2
+    + mean_over_keys(logsumexp_over_queries(X, where=1 - is_positive) - positive(X)) / 2,
+    "diagonal",
+    "decoupled_clip",
+)
 _CAPPED_LOGIT = 20 * tanh(scale * z / 20) + bias
 DERIVABLE = {
     "clip": CLIP,
@@ -186,6 +204,8 @@ DERIVABLE = {
     ),
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     "rate": RATE,
+    "rates_of_sides": RATES_OF_SIDES,
+    "decoupled_clip": DECOUPLED_CLIP,
     "weighed_by_all": BY_ALL,
     "weighed_sides": SIDES,
     "squares_of_both": spec(

@@ -20,6 +20,7 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     key_scale,
+    key_state,
     key_weight,
     log,
     logsumexp_over_all_positives,
@@ -364,14 +365,6 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(-mean_over_positives(X)), "id"),
         "a statistic of positives has no kernel alone",
     ),
-    "dcl of both sides": (
-        spec(
-            mean_over_queries(logsumexp_over_keys(X, 1 - is_positive) - positive(X))
-            + mean_over_keys(logsumexp_over_queries(X, 1 - is_positive) - positive(X)),
-            "diagonal",
-        ),
-        "beside mean_over_keys",
-    ),
     "a margin towards keys": (spec(INFONCE_OF(MARGIN) + COLUMNS_OF(scale * z), "diagonal"), NO_MARGIN),
     "a margin towards queries": (spec(INFONCE_OF(scale * z) + COLUMNS_OF(MARGIN), "diagonal"), NO_MARGIN),
     "a margin of both sides": (spec(INFONCE_OF(MARGIN) + COLUMNS_OF(MARGIN), "diagonal"), NO_MARGIN),
@@ -484,9 +477,32 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(next_state(query_state + 1) * logsumexp_over_keys(X) - next_state(positive(X)))),
         "a query has one state, and",
     ),
-    "a state of both sides": (
-        spec(mean_over_queries(next_state(positive(X)) * logsumexp_over_keys(X)) + CLIP.formula, "diagonal"),
-        "next_state has no kernel yet beside mean_over_keys: write",
+    "a state of keys that stays": (
+        spec(CLIP.formula + mean_over_keys(key_state * logsumexp_over_queries(X)), "diagonal"),
+        "key_state is kept by nothing: write next_state.e. of what becomes the state, or key_weight",
+    ),
+    "two states of a key": (
+        spec(
+            CLIP.formula + mean_over_keys(next_state(key_state) * logsumexp_over_queries(X) - next_state(positive(X))),
+            "diagonal",
+        ),
+        "a key has one state, and",
+    ),
+    "a state of keys in a mean over queries": (
+        spec(mean_over_queries(next_state(key_state) * logsumexp_over_keys(X))),
+        "key_state has no value in mean_over_queries: write query_state",
+    ),
+    "a state of queries in a mean over keys": (
+        spec(CLIP.formula + mean_over_keys(next_state(query_state) * logsumexp_over_queries(X)), "diagonal"),
+        "query_state has no value in mean_over_keys: write key_state",
+    ),
+    "a state of keys by labels": (
+        spec(INFONCE_OF(X) + mean_over_keys(next_state(key_state) * logsumexp_over_queries(X))),
+        "logsumexp_over_queries needs positives='diagonal'",
+    ),
+    "a column in the next state alone": (
+        spec(INFONCE_OF(X) + mean_over_keys(next_state(logsumexp_over_queries(X) + key_state)), "diagonal"),
+        "mean_over_keys without logsumexp_over_queries",
     ),
     "a state of many positives": (
         spec(
@@ -510,6 +526,10 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "a state of pairs": (
         spec(sum_over_pairs(query_state * softplus(X)) / queries + mean_over_queries(next_state(positive(X)))),
         "sum_over_pairs beside mean_over_queries",
+    ),
+    "a state of keys in pairs": (
+        spec(sum_over_pairs(key_state * softplus(X)) / queries),
+        "key_state has no kernel yet in sum_over_pairs: write it in mean_over_keys",
     ),
     "the mean of logits as a constant": (
         spec(mean_over_queries(logsumexp_over_keys(X) - detach(mean_of_keys(X)))),

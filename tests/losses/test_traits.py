@@ -73,6 +73,13 @@ EXPECTED = {
     "mil_nce": Traits(
         query_statistics=("logsumexp", "logsumexp_of_column"), combined=True, held=26, classes=("positive",)
     ),
+    "sogclr_clip": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_column"),
+        combined=True,
+        vectors=("query_state", "key_state"),
+        held=41,
+        classes=("positive",),
+    ),
     "mil_nce_multi": Traits(
         query_statistics=("logsumexp", "logsumexp_of_column", "logsumexp_over_positives"),
         positives="id",

@@ -297,8 +297,8 @@ def case_results(
 def own_gradients(
     package: str, ranks: tuple[int, ...], rows: list[int], keys: list[int], case: Case, without: bool = False
 ) -> list[Tensor]:
-    """This rank's loss and gradients by features, scale, bias, and its queries' own numbers, and their next state;
-    `without` these."""
+    """This rank's loss and gradients by features, scale, bias, and own numbers of its queries and keys, and the next
+    states; `without` these."""
     module = importlib.import_module(package)
     rank = dist.get_rank(group_of(ranks))
     whole = inputs_of(module, case, _device)
@@ -308,13 +308,13 @@ def own_gradients(
         name: torch.as_tensor(x, dtype=torch.float64).detach().clone().requires_grad_()
         for name, x in own._asdict().items()
         if isinstance(x, float)
-        or (x is not None and x.is_floating_point() and name != "query_state" and "guide" not in name)
+        or (x is not None and x.is_floating_point() and "_state" not in name and "guide" not in name)
     }
     given = own._replace(**leaves)
     keywords = {} if without else given.given
     loss = module.contrastive_loss(*given[:4], **keywords, group=group_of(ranks))
-    state = [x for x in (keywords.get("query_state"),) if x is not None]  # the next one
-    return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values())), *state]
+    states = [x for name, x in keywords.items() if "_state" in name]  # the next ones
+    return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values())), *states]
 
 
 def call(package: str, ranks: tuple[int, ...], **arguments: Any) -> float:

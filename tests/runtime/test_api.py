@@ -456,12 +456,12 @@ def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
         assert pickle.loads(pickle.dumps(exported)) is exported
     assert list(inspect.signature(package.contrastive_loss).parameters) == [
         "q", "k", "scale", "bias", "labels", "query_ids", "key_ids", "query_weight", "key_weight", "negatives",
-        "query_state", "query_scale", "key_scale", "guide_queries", "guide_keys", "group", "grad_sync", "reduction",
-        "check_ranks",
+        "query_state", "key_state", "query_scale", "key_scale", "guide_queries", "guide_keys", "group", "grad_sync",
+        "reduction", "check_ranks",
     ]  # fmt: skip
     parameters = list(inspect.signature(package.ContrastiveLoss).parameters)
     assert parameters == [*CLIP_LOSS, "group", "grad_sync", "check_ranks"]
-    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-12] == CLIP_FORWARD
+    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-13] == CLIP_FORWARD
 
 
 BAD_MODULES = [

@@ -28,7 +28,7 @@ from tests.runtime.test_several import SHARDS, in_panels
 from tests.runtime.test_triangle import DIM, features
 from tests.verification.dense import dense
 
-LOSSES = ("mil_nce", "weighed_by_column")
+LOSSES = ("mil_nce", "weighed_by_column", "decoupled_clip")
 KERNELS = Path(__file__).parent.parent / "kernels" / "losses.py"
 OWN = """
 from infcl_gen.losses.language import *
@@ -96,7 +96,7 @@ def test_what_is_not_finite_stays_so(which: str) -> None:
     assert loss.isnan() and dscale.isnan() and dbias.isnan() and dq.isnan().any(1).all() and dk.isnan().any(1).all()
 
 
-def over_ranks(module: ModuleType, transport: str, shards: list[int], nodes: int = 1) -> None:
+def over_ranks(module: ModuleType, transport: str, shards: list[int], nodes: int = 1, loss: str = "mil_nce") -> None:
     world, rows = len(shards), sum(shards)
     table = Table(transport, nodes, world // nodes, False, module.ContrastiveLoss._package.table.travelling)
     whole, offsets = inputs(rows, 3.0), [0, *itertools.accumulate(shards)]
@@ -111,7 +111,7 @@ def over_ranks(module: ModuleType, transport: str, shards: list[int], nodes: int
         return list(found)
 
     found = averaged(World(module, world, tables={world: table}, seed=rows).run(job))
-    for name, ours, theirs in zip(dense("mil_nce", *whole)._fields, found, dense("mil_nce", *whole), strict=True):
+    for name, ours, theirs in zip(dense(loss, *whole)._fields, found, dense(loss, *whole), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=f"{shards}: {name}")
 
 
@@ -120,6 +120,7 @@ def test_over_ranks(transport: str) -> None:
     """Uneven and empty ranks: the average of their results is the formula by hand, also where one side is frozen."""
     for shards in SHARDS:
         over_ranks(package(), transport, shards)
+    over_ranks(package(loss="decoupled_clip"), transport, SHARDS[-1], loss="decoupled_clip")
     if transport == "ring":
         over_ranks(package(), transport, [3, 2, 4, 1], nodes=2)
 

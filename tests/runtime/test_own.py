@@ -40,7 +40,7 @@ def leaves_of(inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
         name: torch.tensor(x, dtype=torch.float64) for name, x in zip(("scale", "bias"), inputs[2:4], strict=True)
     }
     found = {
-        name: x.double().clone().requires_grad_(name != "query_state" and "guide" not in name)
+        name: x.double().clone().requires_grad_("_state" not in name and "guide" not in name)
         if x is not None and x.is_floating_point()
         else x
         for name, x in found.items()

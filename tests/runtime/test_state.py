@@ -1,4 +1,5 @@
-"""A state of each query, which a call replaces: the moving average of SogCLR, kept by the caller as a logarithm."""
+"""A state of each query, and of each key, which a call replaces: the moving averages of SogCLR, kept by the caller as
+logarithms."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from infcl_gen.losses.language import (
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, inputs_of
 from tests.kernels.planted import Edit
-from tests.losses.specs import RATE
+from tests.losses.specs import RATE, RATES_OF_SIDES
 from tests.verification.dense import dense, moving_average
 
 from .pool import Packages, Pool, results
@@ -39,41 +40,54 @@ from .test_own import CLOSE, GATHER, RING, assert_close, truth
 GAMMA, EPS = 0.9, 1e-14
 torch.manual_seed(0)
 X, Y = (torch.nn.functional.normalize(torch.randn(12, 8, dtype=torch.float64), dim=1) for _ in range(2))
-U, V = (torch.tensor([-math.inf, -0.5, -3.0] * 4, dtype=torch.float64) for _ in range(2))
+U, V = (torch.tensor([-math.inf, -0.5, -3.0] * 4, dtype=torch.float64).roll(n) for n in range(2))
+LOSSES = ("sogclr", "sogclr_clip")
 
 
 def drawn(package: ModuleType, seed: int = 1, dtype: str = "fp64") -> Inputs:
-    return inputs_of(package, Case(70, 93, 8, dtype, 3.0, -1.0, seed=seed))
+    keys = 70 if package.SPEC["positives"] == "diagonal" else 93
+    return inputs_of(package, Case(70, keys, 8, dtype, 3.0, -1.0, seed=seed))
 
 
-def next_of(inputs: Inputs) -> Tensor:
-    """The next state, by its definition."""
+def states_of(given: dict[str, Any]) -> list[Tensor]:
+    return [x for name, x in given.items() if name.endswith("_state")]
+
+
+def next_of(inputs: Inputs) -> list[Tensor]:
+    """The next states, by their definition."""
     assert inputs.k is not None and inputs.query_state is not None
-    z = inputs.q.double() @ inputs.k.double().T
-    return moving_average(z, torch.as_tensor(inputs.scale), inputs.positives(), inputs.query_state)[1]
+    z, scale = inputs.q.double() @ inputs.k.double().T, torch.as_tensor(inputs.scale)
+    found = [moving_average(z, scale, inputs.positives(), inputs.query_state)[1]]
+    if inputs.key_state is not None:
+        found.append(moving_average(z.T, scale, inputs.positives(), inputs.key_state)[1])
+    return found
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_one_device_against_the_definition(packages: Packages, seed: int) -> None:
-    """Loss, gradients and next state, by autograd, without it, and without gradients; `reference` leaves the state."""
-    package = packages("sogclr")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_device_against_the_definition(packages: Packages, loss: str, seed: int) -> None:
+    """Loss, gradients and next states, by autograd, without it, and without gradients; `reference` leaves the states.
+    A second call goes on from those of the first."""
+    package = packages(loss)
     inputs = drawn(package, seed)
-    expected, following = dense("sogclr", *inputs), next_of(inputs)
-    given = inputs.given
-    assert_close([*package.loss_and_grads(*inputs[:4], **given), given["query_state"]], [*expected, following])
-    leaves, given = inputs.leaves(torch.float64, torch.float64), inputs.given
-    value = package.contrastive_loss(*leaves, **given, reduction="sum")
-    assert_close([value.detach() / 70, given["query_state"]], [expected[0], following])
-    assert_close(
-        torch.autograd.grad(value, leaves, -3 * torch.ones_like(value)), [-210 * each for each in expected[1:]]
-    )
-    given = inputs.given
-    with torch.no_grad():
-        assert_close([package.contrastive_loss(*inputs[:4], **given)], expected[:1])
-    assert_close([given["query_state"]], [following])
-    given = inputs.given
-    assert_close([package.reference(*inputs[:4], **given)], expected[:1])
-    assert torch.equal(given["query_state"], inputs.query_state)
+    for visit in range(2):
+        expected, following = dense(loss, *inputs), next_of(inputs)
+        given = inputs.given
+        assert_close([*package.loss_and_grads(*inputs[:4], **given), *states_of(given)], [*expected, *following])
+        leaves, given = inputs.leaves(torch.float64, torch.float64), inputs.given
+        value = package.contrastive_loss(*leaves, **given, reduction="sum")
+        assert_close([value.detach() / 70, *states_of(given)], [expected[0], *following])
+        upstream = -3 * torch.ones_like(value)
+        assert_close(torch.autograd.grad(value, leaves, upstream), [-210 * each for each in expected[1:]])
+        without = inputs.given
+        with torch.no_grad():
+            assert_close([package.contrastive_loss(*inputs[:4], **without)], expected[:1])
+        assert_close(states_of(without), following)
+        left = inputs.given
+        assert_close([package.reference(*inputs[:4], **left)], expected[:1])
+        assert all(map(torch.equal, states_of(left), states_of(inputs._asdict()))), visit
+        other = {"q": inputs.q.flip(0), "query_state": given["query_state"]}  # the samples have moved
+        inputs = inputs._replace(**other, **{name: given[name] for name in ("key_state",) if name in given})
 
 
 def test_the_state_is_kept_where_the_caller_has_it(packages: Packages) -> None:
@@ -94,27 +108,32 @@ def test_the_state_is_kept_where_the_caller_has_it(packages: Packages) -> None:
 
 
 def test_traced_and_transformed(packages: Packages) -> None:
-    package = packages("sogclr")
-    expected, following = dense("sogclr", X, Y, 2.0, query_state=U), next_of(Inputs(X, Y, 2.0, query_state=U))
+    package = packages("sogclr_clip")
+    inputs = Inputs(X, Y, 2.0, query_state=U, key_state=V)
+    expected, following = dense("sogclr_clip", *inputs), next_of(inputs)
 
-    def loss(q: Tensor, state: Tensor) -> Tensor:
-        value: Tensor = package.contrastive_loss(q, Y, 2.0, query_state=state)
+    def loss(q: Tensor, *states: Tensor) -> Tensor:
+        value: Tensor = package.contrastive_loss(q, Y, 2.0, query_state=states[0], key_state=states[1])
         return value
 
-    state, outside = U.clone(), U.clone()
-    assert_close([torch.func.grad(loss)(X, state), state], [expected.dq, following])
-    assert_close([torch.func.grad(lambda q: loss(q, outside))(X), outside], [expected.dq, following])
-    q, state = X.clone().requires_grad_(), U.clone()
-    value = torch.compile(loss, fullgraph=True, backend="aot_eager")(q, state)
-    assert_close([value.detach(), *torch.autograd.grad(value, q), state], [expected.loss, expected.dq, following])
-    with pytest.raises(ValueError, match="sogclr needs query_state: query_state must be a dense fp32 or"):
+    states, outside = [U.clone(), V.clone()], [U.clone(), V.clone()]
+    assert_close([torch.func.grad(loss)(X, *states), *states], [expected.dq, *following])
+    assert_close([torch.func.grad(lambda q: loss(q, *outside))(X), *outside], [expected.dq, *following])
+    q, states = X.clone().requires_grad_(), [U.clone(), V.clone()]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    value = compiled(q, *states)
+    assert_close([value.detach(), *torch.autograd.grad(value, q), *states], [expected.loss, expected.dq, *following])
+    with pytest.raises(ValueError, match="sogclr_clip needs query_state: query_state must be a dense fp32 or"):
         torch.compile(lambda q: package.contrastive_loss(q, Y, 2.0), backend="aot_eager")(X)
+    for call in (loss, compiled, torch.func.grad(loss)):
+        with pytest.raises(ValueError, match="query_state and key_state must be two tensors"):
+            call(X, states[0], states[0])
 
 
 def test_operators_are_well_formed(packages: Packages) -> None:
-    operators = packages("sogclr").ContrastiveLoss._package.operators
+    operators = packages("sogclr_clip").ContrastiveLoss._package.operators
     numbers = [torch.tensor(x, dtype=torch.float64) for x in (2.0, 0.0)]
-    call = [*(x.clone().requires_grad_() for x in (X, Y, *numbers)), V.clone()[None]]
+    call = [*(x.clone().requires_grad_() for x in (X, Y, *numbers)), torch.stack((U, V))]
     rest = (None, None, None, None, None, "", "mean", "mean", "first", "none")
     torch.library.opcheck(operators.forward, (*call, *rest, 15))
     with torch.no_grad():
@@ -124,12 +143,18 @@ def test_operators_are_well_formed(packages: Packages) -> None:
 
 
 def test_the_recipe_of_both_directions(packages: Packages) -> None:
-    """As docs/losses.md has it: two calls, and the temperature of FastCLIP-v3, as autograd differentiates it."""
+    """As docs/losses.md has it: one call, or two, and the temperature of FastCLIP-v3, as autograd differentiates it."""
     log_scale, rho = torch.tensor(1.5, dtype=torch.float64), 6.5
 
     def ours(q: Tensor, k: Tensor, log_scale: Tensor) -> Tensor:
         criterion, u, v, scale = ContrastiveLoss("sogclr"), U.clone(), V.clone(), log_scale.exp()
         loss = criterion(q, k, scale, query_state=u) + criterion(k, q, scale, query_state=v)
+        whole: Tensor = loss + ((u + v).mean() + 2 * rho) / scale
+        return whole
+
+    def in_one(q: Tensor, k: Tensor, log_scale: Tensor) -> Tensor:
+        u, v, scale = U.clone(), V.clone(), log_scale.exp()
+        loss = ContrastiveLoss("sogclr_clip")(q, k, scale, query_state=u, key_state=v)
         whole: Tensor = loss + ((u + v).mean() + 2 * rho) / scale
         return whole
 
@@ -142,13 +167,13 @@ def test_the_recipe_of_both_directions(packages: Packages) -> None:
             sides = sides + tau.detach() * (g / (u + EPS)).mean() + tau * (u.log().mean() + rho)
         return sides
 
-    for of in (ours, theirs):
+    found = []
+    for of in (ours, in_one, theirs):
         leaves = [x.clone().requires_grad_() for x in (X, Y, log_scale)]
         value = of(*leaves)
-        found = [value.detach(), *torch.autograd.grad(value, leaves)]
-        if of is ours:
-            expected = found
-    assert_close(found, expected)
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for each in found[:2]:
+        assert_close(each, found[2])
 
 
 # A state of rows that are compared with each other.
@@ -181,6 +206,30 @@ def test_losses_of_ones_own() -> None:
     )
 
 
+def test_rates_of_both_sides() -> None:
+    """The rates of states are weights of queries and keys. Positives are in the sums, and pairs of one id are not."""
+    ids, rates = torch.arange(12) // 2, [torch.linspace(*ends, 12, dtype=torch.float64) for ends in ((0, 1), (1, 0.2))]
+    same = (ids[:, None] == ids) & ~torch.eye(12, dtype=torch.bool)
+    for reduction in ("mean", "none"):
+        leaves = [x.clone().requires_grad_() for x in (X, Y, *rates)]
+        q, k, of_query, of_key = leaves
+        logits = (2 * q @ k.T).masked_fill(same, -math.inf)
+        sides = [x.logsumexp(1) - x.diagonal() for x in (logits, logits.T)]
+        following = [
+            (max_ + rate * (side - max_)).detach()
+            for max_, rate, side in zip((U.clamp(min=-4), V.clamp(min=-4)), rates, sides, strict=True)
+        ]
+        of_queries = of_query * (sides[0] - following[0]) / 2
+        of_keys = of_key * torch.nn.functional.softplus(sides[1] - following[1]) / 3
+        expected = of_queries + of_keys if reduction == "none" else (of_queries + of_keys).mean()
+        states = {"query_state": U.clone(), "key_state": V.clone()}
+        own = {"query_weight": of_query, "key_weight": of_key, "query_ids": ids, "key_ids": ids}
+        value = contrastive_loss(q, k, 2.0, loss=RATES_OF_SIDES, **own, **states, reduction=reduction)
+        factors = rates[0].flip(0).expand_as(value) if reduction == "none" else torch.ones_like(value)
+        gradients = [torch.autograd.grad(of, leaves, factors) for of in (value, expected)]
+        assert_close([value.detach(), *states.values(), *gradients[0]], [expected, *following, *gradients[1]])
+
+
 def test_values_at_the_ends(packages: Packages) -> None:
     """Without negatives g is 0, and the state is that of a query not yet visited; NaN stays in its row."""
     package = packages("sogclr")
@@ -198,26 +247,51 @@ def test_values_at_the_ends(packages: Packages) -> None:
     assert package.contrastive_loss(broken, Y, 2.0, query_state=state).isnan()
     assert bool(state[3].isnan()) and int(state.isnan().sum()) == 1
 
+    package, states = packages("sogclr_clip"), [torch.full((1,), x, dtype=torch.float64) for x in (-math.inf, -2.0)]
+    loss, dq, dk, *_ = package.loss_and_grads(X[:1], Y[:1], 2.0, query_state=states[0], key_state=states[1])
+    assert loss == 0 and not dq.any() and not dk.any() and states[0] <= -5000
+    torch.testing.assert_close(states[1], torch.tensor([-2 + math.log(1 - GAMMA)], dtype=torch.float64), **CLOSE)
+    states = [U.clone(), V.clone()]
+    assert package.contrastive_loss(broken, Y, 2.0, query_state=states[0], key_state=states[1]).isnan()
+    assert bool(states[0][3].isnan()) and int(states[0].isnan().sum()) == 1 and bool(states[1].isnan().all())
+
 
 STATE = r"query_state must be a dense fp32 or fp64 tensor of shape \(12,\) on cpu"
-BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
-    ("sogclr", None, ValueError, f"^sogclr needs query_state: {STATE}$"),
-    ("sogclr", 0.0, TypeError, f"{STATE}, not float$"),
-    ("sogclr", U[:5], ValueError, rf"{STATE}, not of shape \(5,\)$"),
-    ("sogclr", U.bfloat16(), ValueError, f"{STATE}, not torch.strided of torch.bfloat16$"),
-    ("sogclr", U.clone().requires_grad_(), ValueError, r"no gradient, but requires one: pass query_state.detach\(\)"),
-    ("clip", U, ValueError, "clip has no state of queries .sogclr has.: query_state must be None$"),
-]
+OF_KEYS, BOTH = STATE.replace("query", "key"), "sogclr_clip"
+BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("sogclr", {}, ValueError, f"^sogclr needs query_state: {STATE}$"),
+    ("sogclr", {"query_state": 0.0}, TypeError, f"{STATE}, not float$"),
+    ("sogclr", {"query_state": U[:5]}, ValueError, rf"{STATE}, not of shape \(5,\)$"),
+    ("sogclr", {"query_state": U.bfloat16()}, ValueError, f"{STATE}, not torch.strided of torch.bfloat16$"),
+    (
+        "sogclr", {"query_state": U.clone().requires_grad_()}, ValueError,
+        r"no gradient, but requires one: pass query_state.detach\(\)",
+    ),
+    ("clip", {"query_state": U}, ValueError, "clip has no state of queries .sogclr has.: query_state must be None$"),
+    ("sogclr", {"query_state": U, "key_state": V}, ValueError, "no state of keys .sogclr_clip has.: key_state must be"),
+    (BOTH, {"query_state": U}, ValueError, f"^sogclr_clip needs key_state: {OF_KEYS}$"),
+    (BOTH, {"query_state": U, "key_state": V[:5]}, ValueError, rf"{OF_KEYS}, not of shape \(5,\)$"),
+    (BOTH, {"query_state": U, "key_state": V.half()}, ValueError, f"{OF_KEYS}, not torch.strided of torch.float16$"),
+    (BOTH, {"query_state": U, "key_state": V.to("meta")}, ValueError, f"{OF_KEYS}, not on meta$"),
+    (
+        BOTH, {"query_state": U, "key_state": V.clone().requires_grad_()}, ValueError,
+        r"no gradient, but requires one: pass key_state.detach\(\)",
+    ),
+    (
+        BOTH, {"query_state": U, "key_state": U[:]}, ValueError,
+        "query_state and key_state must be two tensors: a call writes the next states into each$",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("loss", "state", "error", "message"), BAD_CALLS)
+@pytest.mark.parametrize(("loss", "states", "error", "message"), BAD_CALLS)
 def test_wrong_states_are_refused_in_one_line(
-    packages: Packages, loss: str, state: Any, error: type[Exception], message: str
+    packages: Packages, loss: str, states: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     package = packages(loss)
     for call in (package.contrastive_loss, package.loss_and_grads):
         with pytest.raises(error, match=message) as caught:
-            call(X, Y, 2.0, query_state=state)
+            call(X, Y, 2.0, **states)
         assert "\n" not in str(caught.value)
 
 
@@ -228,31 +302,56 @@ def pool(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Iterato
     pool.close()
 
 
-@pytest.mark.parametrize(("rows", "keys"), [([33, 40], [65, 30]), ([0, 7, 3], [9, 2, 4])])
+@pytest.mark.parametrize(
+    ("loss", "rows", "keys"),
+    [
+        ("sogclr", [33, 40], [65, 30]),
+        ("sogclr", [0, 7, 3], [9, 2, 4]),
+        ("sogclr_clip", [33, 40], [33, 40]),
+        ("sogclr_clip", [0, 7, 3], [0, 7, 3]),
+    ],
+)
 @pytest.mark.parametrize("way", [RING, GATHER], ids=["ring", "gather"])
-def test_over_ranks(pool: Pool, packages: Packages, way: dict[str, Any], rows: list[int], keys: list[int]) -> None:
-    """Nothing of a state travels: each rank gives that of its own queries, whose next one has all keys in it."""
+def test_over_ranks(
+    pool: Pool, packages: Packages, way: dict[str, Any], loss: str, rows: list[int], keys: list[int]
+) -> None:
+    """Nothing of a state travels: each rank gives those of its own queries and keys, whose next ones have all keys and
+    queries in them."""
     ranks = tuple(range(len(rows)))
     case = Case(sum(rows), sum(keys), 8, "fp64", 3.0, -1.0, seed=1)
-    inputs, package = inputs_of(packages("sogclr"), case), packages("sogclr", **way).__name__
+    inputs, package = inputs_of(packages(loss), case), packages(loss, **way).__name__
     answers = pool.run("own_gradients", ranks, package=package, ranks=ranks, rows=rows, keys=keys, case=case)
-    *found, state = zip(*results(answers), strict=True)
+    parts, following = [*zip(*results(answers), strict=True)], next_of(inputs)
+    found, states = parts[: -len(following)], parts[-len(following) :]
     averaged = [torch.cat(each) / len(rows) if each[0].dim() else torch.stack(each).mean() for each in found]
-    assert_close([*averaged, torch.cat(state)], [*truth("sogclr", inputs), next_of(inputs)])
+    assert_close([*averaged, *map(torch.cat, states)], [*truth(loss, inputs), *following])
 
 
 SCHEDULE, ENGINE, API, OPS, LOSS = "schedule.py", "_runtime/engine.py", "_runtime/api.py", "_runtime/ops.py", "loss.py"
-BUGS: dict[str, Edit] = {
-    "the state stays": (OPS, "state.copy_(saved.of_vectors[-1])", "pass"),
-    "the next state is weighed": (ENGINE, "[: package.traits.weighed].mul_(weight)", ".mul_(weight)"),
-    "the state of the next query": (API, "query_state.to(dtype)", "query_state.roll(1).to(dtype)"),
-    "the next state of the first rows": (SCHEDULE, "own = block.vectors[:, rows]", "own = block.vectors[:, : len(r)]"),
-    "the old state divides": (LOSS, "of_state = t", "of_state = state + 0.0 * t"),
-}
+BUGS: dict[str, tuple[str, Edit]] = {
+    "the state stays": ("sogclr", (OPS, "state.copy_(saved.of_vectors[-place])", "pass")),
+    "the next state is weighed": ("sogclr", (ENGINE, "[: package.traits.weighed].mul_(weight)", ".mul_(weight)")),
+    "the state of the next query": (
+        "sogclr", (API, "x.to(dtype) for x in (query_state", "x.roll(1) for x in (query_state"),
+    ),
+    "the next state of the first rows": (
+        "sogclr", (SCHEDULE, "own = block.vectors[:, rows]", "own = block.vectors[:, : len(r)]"),
+    ),
+    "the old state divides": ("sogclr", (LOSS, "of_state = t", "of_state = state + 0.0 * t")),
+    "the states change places": ("sogclr_clip", (OPS, "enumerate(reversed(states), 1)", "enumerate(states, 1)")),
+    "the next states of keys are weighed": (
+        "sogclr_clip", (ENGINE, "[: package.traits.weighed].mul_", "[1 - package.traits.weighed :].mul_"),
+    ),
+    "keys have the states of queries": (
+        "sogclr_clip", (API, "in (query_state, key_state)", "in (query_state, query_state)"),
+    ),
+    "the average of a key is that of its query": ("sogclr_clip", (SCHEDULE, "cp = log(block.keys, rows)", "cp = r")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
-    wrong = importlib.import_module(planted(name, "sogclr", (BUGS[name],)))
+    loss, edit = BUGS[name]
+    wrong = importlib.import_module(planted(name, loss, (edit,)))
     with pytest.raises(AssertionError):
-        test_one_device_against_the_definition(lambda _: wrong, 1)
+        test_one_device_against_the_definition(lambda _: wrong, loss, 1)

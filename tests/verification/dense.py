@@ -29,6 +29,7 @@ def dense_loss(
     key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
+    key_state: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None,
@@ -41,22 +42,24 @@ def dense_loss(
     "infonce_ids" leave out keys of the query's id but its positive, and queries of the key's id but its own. "rince" is
     the pseudo code of arXiv 2201.04309 with q = 0.5 and lam = 0.01. "margin" is infonce with 0.3 taken from the logit
     of each positive. "decoupled" has no positives in its sums, as DCL of arXiv 2110.06848 between two modalities;
-    "decoupled_ids" is log(1 + e^(r - p)) of that r, without keys of the query's id. "angular" is infonce with 0.3 added
-    to the angle of each positive and logits capped at 20; "debiased_keys" takes a tenth of the keys for positives.
-    "ntxent" is equation 1 of arXiv 2002.05709: rows against all other rows, of which half the batch on is the other
-    view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
-    sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
-    label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
-    logit. "weighed_sides_ids" is the mean of both directions of infonce_ids, with a weight for each query and each key.
+    "decoupled_clip" is the mean of that and of the other direction; "decoupled_ids" is log(1 + e^(r - p)) of that r,
+    without keys of the query's id. "angular" is infonce with 0.3 added to the angle of each positive and logits capped
+    at 20; "debiased_keys" takes a tenth of the keys for positives. "ntxent" is equation 1 of arXiv 2002.05709: rows
+    against all other rows, of which half the batch on is the other view. "weighted" is infonce with a weight for each
+    query; "hard" is the same with further keys of each query in its sum; "gemini" is the equation of arXiv 2503.07891
+    with the positive in its sum. "smooth" is infonce with torch's label_smoothing of 0.1, "smooth_clip" clip with that
+    of both sides; "smooth_rince" is rince less a fifth of the mean logit. "weighed_sides_ids" is the mean of both
+    directions of infonce_ids, with a weight for each query and each key.
     "hard_keys" has the negatives' sums of e^(5x/2) and e^x; "squared_weights" weighs infonce, and adds log(1 +
     the fourth root of the sum of e^(x/2) over that of e^x). "weighed_by_all" weighs r + r2/2 - 2p, of the sums of e^x
     and e^(2x), by the caller's weight, times 2 - e^(z + p/3) over the mean of these of all positives, and adds r.
     "distill" is the first cross-entropy of OpenCLIP's `DistillClipLoss.dist_loss`, with the guide's similarities as the
     teacher's logits. "sogclr" is one direction of arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times
-    the temperature. Losses of one side follow in `_dense_of_rows`, those with any number of positives in
-    `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key, are multiplied by
-    numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
-    infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
+    the temperature; "sogclr_clip" is the sum of both. Losses of one side follow in `_dense_of_rows`, those with any
+    number of positives in `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key,
+    are multiplied by numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the
+    mean of that and infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 -
+    0.2 u_i . v_j.
     "mil_nce" is the objective of arXiv 1912.06430 with one candidate of each clip: its pair, and its negatives, which
     are the other captions of its clip and the other clips of its caption. "mil_nce_multi" is the same with any number
     of candidates of a clip, the captions of its id. "weighed_by_column" weighs log(1 + e^(r - p)), r of a query's other
@@ -185,6 +188,15 @@ def dense_loss(
         return (log_g - torch.logaddexp(log_u, torch.tensor(1e-14).to(log_u).log())).exp().mean() / torch.as_tensor(
             scale
         ).detach()
+    if name == "sogclr_clip":  # both directions; a key's positive is its own query
+        assert query_state is not None and key_state is not None and labels is None
+        sides, eps = zip((q @ k.T, k @ q.T), (query_state, key_state), strict=True), torch.tensor(1e-14).to(q).log()
+        logs = [moving_average(z, scale, own, state) for z, state in sides]
+        terms = [(log_g - torch.logaddexp(log_u, eps)).exp() for log_g, log_u in logs]
+        return (terms[0].mean() + terms[1].mean()) / torch.as_tensor(scale).detach()
+    if name == "decoupled_clip":
+        negatives = logits.masked_fill(torch.eye(len(q), dtype=torch.bool, device=q.device), -torch.inf)
+        return (negatives.logsumexp(1) + negatives.logsumexp(0) - 2 * p).mean() / 2
     if name == "decoupled":
         negatives = logits.scatter(1, own[:, None], -torch.inf).logsumexp(1)
         return (torch.logaddexp(negatives, p) - p if query_ids is not None else negatives - p).mean()
@@ -306,6 +318,7 @@ def dense(
     key_weight: Tensor | None = None,
     negatives: Tensor | None = None,
     query_state: Tensor | None = None,
+    key_state: Tensor | None = None,
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     guide_queries: Tensor | None = None,
@@ -315,7 +328,7 @@ def dense(
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
+    own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale, guide_queries, guide_keys
     loss = dense_loss(name, *leaves, labels, query_ids, key_ids, *own)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
@@ -362,6 +375,7 @@ def by_shares(
     key_weight: torch.Tensor | None = None,
     negatives: torch.Tensor | None = None,
     query_state: torch.Tensor | None = None,
+    key_state: torch.Tensor | None = None,
     query_scale: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     guide_queries: torch.Tensor | None = None,
@@ -378,8 +392,8 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    own = query_weight, key_weight, negatives, query_state, query_scale, key_scale, guide_queries, guide_keys
-    assert (query_ids, key_ids, *own) == (None,) * 10
+    own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale, guide_queries, guide_keys
+    assert (query_ids, key_ids, *own) == (None,) * 11
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

@@ -18,7 +18,7 @@ from .agreement import OWN_KEYS, announce_rejection
 from .agreement import BatchTooLargeError as BatchTooLargeError
 from .group import ALONE, resolve
 from .launch import INTERPRETED
-from .ops import differentiable, keep_state, register, traced, wanted
+from .ops import differentiable, keep_states, register, traced, wanted
 from .package import NAMES, Call, Options, Package
 from .scaled import scaled, times_rows
 from .selftest import selftest as run_selftest
@@ -35,9 +35,11 @@ _GUIDES = "guide_queries", "guide_keys"
 _OWN = {
     "query_weight": "weights of queries", "key_weight": "weights of keys",
     "negatives": "negatives of single queries (gemini has)",
-    "query_state": "state of queries (sogclr has)",
+    "query_state": "state of queries (sogclr has)", "key_state": "state of keys (sogclr_clip has)",
     "query_scale": "scales of single queries", "key_scale": "scales of single keys",
 }  # fmt: skip
+_STATES = "query_state", "key_state"
+_OF_KEYS = "key_weight", "key_state"  # which stand beside the numbers of queries
 _NAMES = "image_features", "text_features", "logit_scale", "logit_bias"  # as NAMES, in the signature of modules
 UNREDUCED = (
     'reduction is an argument of contrastive_loss: ContrastiveLoss is the mean, or takes LossSpec(reduction="none")'
@@ -79,16 +81,16 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
 def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
     """`contrastive_loss` of a `Call`'s arguments."""
     call = Call(*arguments)
-    state = _state(call)
+    states = _states(package, call)
     if not torch.compiler.is_compiling():
-        return differentiable(package, _agreed(package, call), state)
+        return differentiable(package, _agreed(package, call), states)
     try:
         call = accepted(package, call)
     except (TypeError, ValueError) as error:  # raised in a trace, torch's error would name no argument and no remedy
         kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
         refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
         return refused
-    return differentiable(package, call, state)
+    return differentiable(package, call, states)
 
 
 def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -98,7 +100,7 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
         given = _agreed(package, called, package.gradients)
         call = given.cast(package)
         loss, saved = replay.forward(package, call, package.gradients)
-        keep_state(_state(called), saved)
+        keep_states(_states(package, called), saved)
         upstream = torch.ones_like(loss)
         dq, dk, dscale, dbias, *_ = replay.backward(package, call, saved, upstream, package.gradients)
         sides = zip((dq, dk), given[:2], strict=True)
@@ -117,7 +119,7 @@ def _through_negatives(package: Package, call: Call, negatives: Tensor, upstream
     with torch.inference_mode(False), torch.enable_grad():
         # Copies: autograd keeps no tensor of inference mode.
         q, scale, bias = (x.detach().clone().requires_grad_() for x in (call.q, call.scale, call.bias))
-        found = _vectors(package, q, scale, bias, None, None, negatives.detach().clone(), None)
+        found = _vectors(package, q, scale, bias, None, None, negatives.detach().clone(), None, None)
         return torch.autograd.grad(found, (q, scale, bias), upstream[None], materialize_grads=True)
 
 
@@ -175,6 +177,7 @@ class ContrastiveLoss(nn.Module):
         key_weight: Tensor | None = None,
         negatives: Tensor | None = None,
         query_state: Tensor | None = None,
+        key_state: Tensor | None = None,
         query_scale: Tensor | None = None,
         key_scale: Tensor | None = None,
         guide_queries: Tensor | None = None,
@@ -189,7 +192,7 @@ class ContrastiveLoss(nn.Module):
         if self.world_size is not None or self.rank is not None:
             self._check_world()
         features, numbers = (image_features, text_features), (logit_scale, logit_bias)
-        own = query_weight, key_weight, negatives, query_state, query_scale, key_scale
+        own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
         of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
         loss = self._loss(*features, *numbers, own, *of_pairs, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -261,7 +264,7 @@ def accepted(package: Package, call: Call) -> Call:
     scale = _scalar(names[2], scale, package, q)
     bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
     q, k = (x if a is None else scaled(x, a) for x, a in zip((q, k), _scales(package, passed), strict=True))
-    vectors = _vectors(package, q, scale, bias, *passed[:4]) if package.traits.vectors else None
+    vectors = _vectors(package, q, scale, bias, *passed[:5]) if package.traits.vectors else None
     return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, guide_queries, guide_keys, options)
 
 
@@ -416,18 +419,18 @@ def _check_guides(package: Package, call: Call) -> None:
 
 def _check_vectors(package: Package, call: Call) -> None:
     for (name, what), x in zip(_OWN.items(), call.vectors or (None,) * len(_OWN), strict=True):
-        q = call.k if name in ("key_weight", "key_scale") else call.q
+        q = call.k if name.startswith("key") else call.q
         if name not in (*package.traits.vectors, *package.traits.scaled):
             if x is not None:
                 raise ValueError(f"{package.loss_name} has no {what}: {name} must be None")
             continue
-        if name == "key_weight" and len(call.q) != len(call.k):
+        if name in _OF_KEYS and len(call.q) != len(call.k):
             raise ValueError(OWN_KEYS.format(package.loss_name, len(call.k), len(call.q)))
         if _is_vector(name, x, q):
             continue
         rows = _shape(q)[0]
         shape = f"({rows}, H, {package.dim}), with H at least 1," if name == "negatives" else f"({rows},)"
-        dtype = "fp32 or fp64" if name == "query_state" else "floating-point"
+        dtype = "fp32 or fp64" if name in _STATES else "floating-point"
         expected = f"{name} must be a dense {dtype} tensor of shape {shape} on {q.device}"
         if x is None:
             raise ValueError(f"{package.loss_name} needs {name}: {expected}")
@@ -437,19 +440,27 @@ def _check_vectors(package: Package, call: Call) -> None:
             raise ValueError(f"{expected}, not {'nested' if x.is_nested else x.layout} of {x.dtype}")
         if x.device != q.device:  # a copy from the host would wait for the device
             raise ValueError(f"{expected}, not on {x.device}")
-        if name == "query_state" and x.requires_grad:
+        if name in _STATES and x.requires_grad:
             raise ValueError(f"{name} has no gradient, but requires one: pass {name}.detach(), which is overwritten")
         raise ValueError(f"{expected}, not of shape {_shape(x)}")
+    states = _states(package, call)
+    if len(states) > 1 and _are_one(*states):
+        raise ValueError(f"{' and '.join(_STATES)} must be two tensors: a call writes the next states into each")
+
+
+def _are_one(x: Tensor, y: Tensor) -> bool:
+    """Whether what is written into one is in the other. In a graph that is traced, tensors have no memory yet."""
+    return x is y or (not torch.compiler.is_compiling() and x.is_set_to(y))
 
 
 def _is_dense(name: str, x: Tensor) -> bool:
     """Strided, and of floating point; a state also of at least 32 bits: an average moves in small steps."""
     dense = not x.is_nested and x.layout == torch.strided and x.is_floating_point()
-    return dense and (name != "query_state" or x.dtype in (torch.float32, torch.float64))
+    return dense and (name not in _STATES or x.dtype in (torch.float32, torch.float64))
 
 
 def _is_vector(name: str, x: Any, q: Tensor) -> bool:
-    if not isinstance(x, Tensor) or not _is_dense(name, x) or (name == "query_state" and x.requires_grad):
+    if not isinstance(x, Tensor) or not _is_dense(name, x) or (name in _STATES and x.requires_grad):
         return False
     if name == "negatives":
         return x.device == q.device and x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
@@ -465,8 +476,9 @@ def _vectors(
     key_weight: Tensor | None,
     negatives: Tensor | None,
     query_state: Tensor | None,
+    key_state: Tensor | None,
 ) -> Tensor:
-    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these but the state.
+    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these but states.
 
     Those of negatives are h_i = log sum_l exp(x_il), of the logits of query i and its own keys. Products are summed
     element by element: a matrix product might round to bf16 or tf32.
@@ -476,14 +488,17 @@ def _vectors(
     if negatives is not None:
         z = (q.to(dtype)[:, None] * negatives.to(dtype)).sum(2)
         found.append(package.loss.logit(z, scale, bias).logsumexp(1))
-    if query_state is not None:
-        found.append(query_state.to(dtype))
+    found += [x.to(dtype) for x in (query_state, key_state) if x is not None]
     return torch.stack(found)
 
 
-def _state(call: Call) -> Tensor | None:
-    """The state that a call passes, before it is accepted."""
-    return None if call.vectors is None else call.vectors[3]
+def _states(package: Package, call: Call) -> tuple[Any, ...]:
+    """The states that a call passes of those of the loss, before it is accepted."""
+    names = package.traits.vectors[package.traits.weighed :]
+    if not names or call.vectors is None:
+        return ()
+    given = dict(zip(_OWN, call.vectors, strict=True))
+    return tuple(given[name] for name in names)
 
 
 def _scales(package: Package, own: tuple[Any, ...] | None) -> tuple[Tensor | None, Tensor | None]:

@@ -103,8 +103,8 @@ class Call(NamedTuple):
     scale, bias          0-dim, in the statistics dtype, on that device
     vectors              (V, m), in the statistics dtype, on that device: the numbers of `Traits.vectors`, each query's
                          own, or of the key that is its positive, or None without any; at first the query_weight,
-                         key_weight, negatives, query_state, query_scale and key_scale that were passed. q and k are
-                         multiplied by the last two once accepted
+                         key_weight, negatives, query_state, key_state, query_scale and key_scale that were passed. q
+                         and k are multiplied by the last two once accepted
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
     query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id; of a
                          triangle one tensor, passed as query_ids

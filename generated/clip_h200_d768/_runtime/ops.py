@@ -6,6 +6,7 @@ number each further import (of an edited copy, say). Outside of traces an autogr
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _hidden = False  # whether `_Loss.backward` is out of the compiler's sight
 
 class _Loss(torch.autograd.Function):
     """The loss, differentiable once in q, k, scale, bias and vectors. Inputs: a `Call`'s, the package, the bits of
-    gradients, the caller's state, which is overwritten, or None."""
+    gradients, the caller's states, which are overwritten."""
 
     @staticmethod
     def vmap(*_: object) -> Any:
@@ -50,9 +51,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         # With setup_context torch would inspect this signature at each call: 65 us of host time.
-        *call, package, gradients, state = inputs
+        *call, package, gradients, states = inputs
         loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
-        keep_state(state, saved)
+        keep_states(states, saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call[:_GIVEN], *saved)
         ctx.options, ctx.package, ctx.gradients = call[_GIVEN], package, gradients
@@ -94,9 +95,9 @@ class _TransformedLoss(_Loss):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        *call, package, gradients, state = inputs
+        *call, package, gradients, states = inputs
         loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
-        keep_state(state, saved)
+        keep_states(states, saved)
         return (loss, *saved)
 
     @staticmethod
@@ -125,20 +126,20 @@ class _Gradients(_TransformedLoss):
         raise _twice(ctx.name)
 
 
-def keep_state(state: Tensor | None, saved: Saved) -> None:
-    """Writes the next state of each query where the caller has the state, as batch norm does its running statistics."""
-    if state is not None:
-        state.copy_(saved.of_vectors[-1])
+def keep_states(states: Sequence[Tensor], saved: Saved) -> None:
+    """Writes the next states where the caller has the states, as batch norm does its running statistics."""
+    for place, state in enumerate(reversed(states), 1):
+        state.copy_(saved.of_vectors[-place])
 
 
 def _twice(name: str) -> RuntimeError:
     return RuntimeError(f"trying to differentiate {name} twice: its gradient has no derivative")
 
 
-def differentiable(package: Package, call: Call, state: Tensor | None = None) -> Tensor:
+def differentiable(package: Package, call: Call, states: tuple[Tensor, ...] = ()) -> Tensor:
     """The loss of an accepted call. Features are cast to the package's dtype; gradients have the features' dtype.
 
-    `state` is the caller's tensor of a loss with a state, which is overwritten; else None.
+    `states` are the caller's tensors of those that the loss has, which are overwritten.
     """
     gradients = wanted(package, call)
     loss: Tensor
@@ -146,15 +147,15 @@ def differentiable(package: Package, call: Call, state: Tensor | None = None) ->
         if not torch.compiler.is_compiling():
             _tell_flops(package)
         loss, *rest = package.operators.forward(*call[:_GIVEN], *call.options[:_NAMED], gradients)
-        keep_state(state, Saved(*rest))  # not in the operator: torch differentiates none that writes its arguments
+        keep_states(states, Saved(*rest))  # not in the operator: torch differentiates none that writes its arguments
     elif torch._C._are_functorch_transforms_active():
-        loss = _TransformedLoss.apply(*call, package, gradients, state)[0]
+        loss = _TransformedLoss.apply(*call, package, gradients, states)[0]
     elif gradients or forward_ad._current_level >= 0:  # `_Loss` refuses forward-mode derivatives
         _hide_backward()
-        loss = _Loss.apply(*call, package, gradients, state)
+        loss = _Loss.apply(*call, package, gradients, states)
     else:
         loss, saved = replay.forward(package, call.cast(package), gradients)
-        keep_state(state, saved)
+        keep_states(states, saved)
     return loss
 
 
@@ -256,7 +257,7 @@ def register(package: Package) -> Any:
         torch.library.register_fake(f"{namespace}::{name}", shapes, lib=library)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package, inputs[-1], None), output)
+        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package, inputs[-1], ()), output)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # first: raises torch's own error for a second backward without retain_graph

@@ -38,7 +38,8 @@ class Traits:
                       that no gradients are made in forward, and each query has a weight
     vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight",
                       "key_weight" of the key that is its positive, "negatives", whose log-sum-exp is such a number, and
-                      last "query_state", which has no gradient: forward makes the next state in its place
+                      last "query_state", and "key_state" of the key that is its positive, which have no gradient:
+                      forward makes the next states in their place
     held              numbers in fp64 of each query that torch holds at most while it computes that weight
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
@@ -95,14 +96,14 @@ class Traits:
         return bool(self.key_statistics)
 
     @property
-    def state(self) -> bool:
-        """Whether the last of `vectors` is a state, which a call replaces."""
-        return "query_state" in self.vectors
+    def states(self) -> int:
+        """How many of `vectors` are states, which a call replaces: the last ones."""
+        return sum(name.endswith("_state") for name in self.vectors)
 
     @property
     def weighed(self) -> int:
         """How many of `vectors` have gradients: the first ones."""
-        return len(self.vectors) - self.state
+        return len(self.vectors) - self.states
 
     @property
     def triangle(self) -> bool:
