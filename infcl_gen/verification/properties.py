@@ -19,7 +19,7 @@ from torch import Tensor
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.gate import GateRow, gate, truth_of
+from infcl_gen.verification.gate import GateRow, gate, gate_states, truth_of
 from infcl_gen.verification.oracle import Inputs, loss_module, oracle
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
@@ -265,12 +265,13 @@ def _widest(module: ModuleType, case: Case, sizes: Sequence[int]) -> Case:
 def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> list[GateRow]:
     """Judge one case run through a package, by autograd on odd seeds and by `loss_and_grads` on even ones."""
     inputs = inputs_of(module, case, device)
+    truth, given = truth_of(module, inputs), inputs.given
     if case.seed % 2:
-        loss, *gradients = autograd_results(module, inputs, upstream=UPSTREAM)
+        loss, *gradients = autograd_results(module, inputs, given, upstream=UPSTREAM)
         results = (loss, *(None if each is None else each / UPSTREAM for each in gradients))
     else:
-        results = module.loss_and_grads(*inputs[:4], **inputs.given)
-    return gate(results, truth_of(module, inputs))
+        results = module.loss_and_grads(*inputs[:4], **given)
+    return gate(results, truth) + gate_states(given, truth)
 
 
 def check_package(
@@ -351,17 +352,18 @@ def crowded(module: ModuleType, case: Case, ranks: int) -> Case:
 
 
 def autograd_results(
-    module: ModuleType, inputs: Inputs, upstream: float = 1.0, **options: Any
+    module: ModuleType, inputs: Inputs, given: Any = None, upstream: float = 1.0, **options: Any
 ) -> tuple[Tensor | None, ...]:
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss.
+    `given`: the keywords, where it is to leave the next states; those of `inputs` if there are none.
 
     None of a side that the package has as frozen, and of no k.
     """
     frozen = module.SPEC["problem"]["frozen"]
-    given = zip(inputs[:2], ("query", "key"), strict=True)  # as they lie in memory
-    sides = [None if x is None else x.detach().requires_grad_(side != frozen) for x, side in given]
+    passed = zip(inputs[:2], ("query", "key"), strict=True)  # as they lie in memory
+    sides = [None if x is None else x.detach().requires_grad_(side != frozen) for x, side in passed]
     leaves = [*sides, *inputs.leaves(inputs.q.dtype, torch.promote_types(inputs.q.dtype, torch.float32))[2:]]
-    loss = module.contrastive_loss(*leaves, **inputs.given, **options)
+    loss = module.contrastive_loss(*leaves, **(given or inputs.given), **options)
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     gradients = iter(torch.autograd.grad(upstream * loss, wanted))
     return (loss.detach(), *(next(gradients) if x is not None and x.requires_grad else None for x in leaves))
