@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "73b6c9bfe0cc0769a2961a2d45d655b69539c4c2335c78bab77d0acc4d8c4ca1",
+    "digest": "c6fb3810abc0fbc12afd7e84e242355ad00a23a8a2dddad202ef40d8c5f4be2f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

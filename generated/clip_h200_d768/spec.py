@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "46341572d267518ff54b351e170019ac3d7a17edfb438fcf33685f06f6c598cb",
+    "digest": "1ec893c6cbba42effb9ae9a5d6858420f5c57e413d91a6c700a83a5cfab30a64",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

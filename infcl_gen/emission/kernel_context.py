@@ -122,7 +122,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         raise ValueError("kernels are for affine logits")
     formulas, blocks, both_axes = formulas_of(derivation), plan.blocks, plan.both_axes
     is_fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
-    unit, at_once = 2.0 ** gradient_exponent(plan, derivation), plan.traits.at_once
+    unit, of_pairs = 2.0 ** gradient_exponent(plan, derivation), plan.traits.pairs
     gradient_factor, dscale_factor = triton_code(derivation.gradient_factor), triton_code(derivation.dscale_factor)
     # A key term is linear in p: the part with p is the positive's.
     with_positive = derivation.key_term.diff(p) * p
@@ -150,7 +150,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
-        "walkers": "pairs and pair_terms" if at_once else "the forward" if is_fused else "forward and gradient",
+        "walkers": "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled if both_axes else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
@@ -176,8 +176,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "scale_of_factor": load_scale if "scale" in gradient_factor else ABSENT,
         "times_dscale_factor": "" if derivation.dscale_factor == 1 else f" * ({dscale_factor})",
         "scale_of_dscale_factor": load_scale if "scale" in dscale_factor else ABSENT,
-        "bias_of_factor": ABSENT if at_once else _BIAS_OF_FACTOR,
-        "plus_bias": "" if at_once else " + bias * 0.0",
+        "bias_of_factor": ABSENT if of_pairs else _BIAS_OF_FACTOR,
+        "plus_bias": "" if of_pairs else " + bias * 0.0",
         "plus_mean": f" {'-' if derivation.mean_share < 0 else '+'} {abs(derivation.mean_share)}"
         * (plan.traits.means or plan.traits.weighted),
         "about_mean": _ABOUT_MEAN if plan.traits.means else ABSENT,
@@ -200,7 +200,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "dbias_factor": triton_code(derivation.dbias_factor),
         "scalars": "scalars_of_rows" if plan.traits.combined else "scalars_of_pairs",
         "why_positives": _WHY_POSITIVES[plan.traits.combined],
-        **(_pair_context(plan, derivation, unit) if at_once else {}),
+        **(_pair_context(plan, derivation, unit) if of_pairs else {}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
         "positive_references": "positive_row_reference" + ", positive_key_reference" * both_axes,
@@ -273,7 +273,7 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
 def _header_context(plan: Plan) -> dict[str, Any]:
     """The pieces of header.py.jinja, and what they read."""
     traits = plan.traits
-    if traits.at_once:
+    if traits.pairs:
         return {
             "legend": "legend_of_pairs", "range": "range_of_pairs", "helpers": "helpers_of_pairs",
             "about_flags": "A program adds to its own part of the sums.",
@@ -415,9 +415,19 @@ it would be as another key: the difference of two sums would lose it."""
         "of_softplus": whole,
         "softplus_sign": "-" if sign < 0 else "",
         "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
+        "pairs_that_count": "counted_logits" if whole else "counted_pairs",
+        "terms_of_part": "softplus_terms" if whole else "terms_of_classes",
+        "slopes_of_part": "softplus_slopes" if whole else "slopes_of_classes",
         "sweeps": [
-            each | {"follows": f" Those of positives are left out: `{each['positives']}` follows." * placed}
-            for each in pairs.SWEEPS
+            each
+            | {
+                "follows": f" Those of positives are left out: `{each['positives']}` follows." * placed,
+                "grown": whole and each["terms"],
+                "summed": not each["of_rows"],
+                "times_factor": "value *= factor[:, None]" if each["weighed"] else ABSENT,
+                "times_factors": " * tl.load(factors + rows, mask=here, other=0.0)" * each["weighed"],
+            }
+            for each in pairs.sweeps(plan)
         ],
     }
 
@@ -619,7 +629,7 @@ value += tl.exp2(tl.fma(z, slope, -e[None, :])) * b[None, :]"""
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
-    at_once = plan.traits.at_once
+    of_pairs = plan.traits.pairs
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     wide_rows = min(wide_rows, *walked_rows)
@@ -632,9 +642,9 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),
         ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.both_axes),
         ("WIDE_ROWS", wide_rows, "at a time where a strip is computed again",
-         not plan.exact and not at_once),
+         not plan.exact and not of_pairs),
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
-        ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
+        ("QUERY_SHARE", derivation.query_share * unit, "", not of_pairs),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
         ("MULTIPLE", float(derivation.form.multiple), "of the logits in the second log-sum-exps", plan.traits.second),
         ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0 and plan.traits.placed),

@@ -39,7 +39,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
         File("spec.py", ["package/spec.py.jinja"], {"name": name, "spec": spec}),
         File("loss.py", [loss_template(plan.traits)], loss_context(derivation)),
     ]
-    pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
+    pairs = "_pairs" if plan.traits.pairs else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
         second = "_guided" if plan.traits.by_guide else "_several" * plan.traits.several
         kind = second or ("_combined" if plan.traits.combined else pairs)
@@ -53,7 +53,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
             templates += family.templates(plan)
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
-    sweep = "pairs" if plan.traits.at_once else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
+    sweep = "pairs" if plan.traits.pairs else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
     sweep = "slabs" if plan.slabs else sweep
     weights = derivation.prefix_weights
     schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"], weights)
@@ -63,7 +63,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
 
 def loss_template(traits: Traits) -> str:
     """The template of loss.py."""
-    kind = "_pairs" if traits.at_once else "_combined" if traits.combined else ""
+    kind = "_pairs" if traits.pairs else "_combined" if traits.combined else ""
     return f"torch/loss{kind}.py.jinja"
 
 
@@ -192,7 +192,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
         "plus_mean": " + formulas.MEAN_SHARE" * (traits.means or traits.weighted),
-        "strip_of_mask": _about_strips(traits) if affine and not traits.at_once else ABSENT,
+        "strip_of_mask": _about_strips(traits) if affine and not traits.pairs else ABSENT,
         **_torch_classes(traits),
         **_torch_thresholds(traits),
         **_torch_masks(traits, derivation.through_z != 0),
@@ -464,6 +464,27 @@ def _torch_sides(traits: Traits) -> dict[str, Any]:
     }
 
 
+# Where the terms of a sum over pairs are added up.
+_OF_ALL_QUERIES: dict[str, Any] = {
+    "totals": "block.sums[0]",
+    "summed": "terms, and the slopes,",
+    "fresh_totals": ABSENT,
+    "times_factor": ABSENT,
+    "about_fresh": "The other arguments are for other losses.",
+    "about_room": "Adds a panel's terms to `block.sums[0]`. With room for g, writes g, and adds M * dL/dx to "
+    "`block.sums[1]`.",
+}
+_OF_EACH_QUERY: dict[str, Any] = {
+    "totals": "block.queries.total",
+    "summed": "slopes",
+    "fresh_totals": "if fresh_queries:\n    block.queries.total.zero_()",
+    "times_factor": "slopes *= strip.queries.factor[:, None]",
+    "about_fresh": "What is fresh was never written. The other arguments are for other losses.",
+    "about_room": "Adds a panel's terms to the totals of its queries. With room for g, writes g, and adds M * dL/dx to"
+    "\n`block.sums[1]`, both times the factors of queries.",
+}
+
+
 def _torch_classes(traits: Traits) -> dict[str, str]:
     """The statements of a sum over pairs for the classes that its traits have."""
     own = "The positive's own term takes the place of what `pair_term` would give it: a difference of two would cancel."
@@ -480,6 +501,9 @@ def _torch_classes(traits: Traits) -> dict[str, str]:
         "same_id_slopes": f"torch.where(same_id, formulas.{same}_slope(x), slopes, out=slopes)",
     }
     return {
+        **(_OF_ALL_QUERIES if traits.at_once else _OF_EACH_QUERY),
+        "at_once": traits.at_once,
+        "same_id_again": ids["same_id"] if traits.ids and not traits.at_once else ABSENT,
         "about_classes": own if traits.placed else "Each pair has the term of its class.",
         **{name: text if traits.placed else ABSENT for name, text in placed.items()},
         **{name: text if traits.ids else ABSENT for name, text in ids.items()},

@@ -38,7 +38,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
     "row_second_exponent row_second_sum key_second_exponent key_second_sum "
     "second_exponent second_mantissa key_second_mantissa partner_exponent partner_mantissa "
-    "stash_reference own_reference share thresholds",
+    "stash_reference own_reference share thresholds factors totals",
     "*fp64": "part_sums sums pooled_ptr columns",
     "*bf16": "stash",
     "*i32": "flags",

@@ -75,7 +75,9 @@ class Choice:
         """Numbers that forward notes of each positive: z, and of each sum with it a reference (torch: and the term). Of
         a combined loss four then take their place, a further one where the logit is not affine, and of a triangle z,
         too, of which another row's sum has a term; a second log-sum-exp follows. Of any number of positives four, too:
-        at first their sum and number; a log-sum-exp has an exponent besides."""
+        at first their sum and number; a log-sum-exp has an exponent besides. Of a sum over pairs there are none."""
+        if self.traits.pairs:
+            return 0
         if self.traits.several:
             return 4 + (self.traits.softmax_of_positives or self.traits.by_guide)
         if self.traits.combined:
@@ -99,8 +101,8 @@ class Choice:
     @property
     def partial_sums(self) -> int:
         """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of a guide's
-        softmax its sum, that of z by it, and their exponent."""
-        return 2 + 2 * self.traits.second + 3 * self.traits.by_guide
+        softmax its sum, that of z by it, and their exponent. Of a sum over pairs it is that of its terms."""
+        return 1 if self.traits.pairs else 2 + 2 * self.traits.second + 3 * self.traits.by_guide
 
     @property
     def merges_sides(self) -> bool:

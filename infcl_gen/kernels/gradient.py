@@ -87,7 +87,7 @@ class GradientTile(Tile):
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
-        if choice.traits.at_once and choice.operand_bytes == 2:
+        if choice.traits.pairs and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
             return wide or PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
         stored = STORED_BLOCKS if choice.keeps_tiles and choice.descriptors and choice.operand_bytes == 2 else {}
@@ -172,5 +172,5 @@ def _of_slabs(choice: Choice, sums: str, sizes: str) -> tuple[Kernel, ...]:
 
 
 FAMILY = Family(
-    "gradient", kernels, STRATEGIES, lambda choice: not choice.traits.at_once, tile=GradientTile(), revision=1
+    "gradient", kernels, STRATEGIES, lambda choice: not choice.traits.pairs, tile=GradientTile(), revision=1
 )

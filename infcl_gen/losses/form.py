@@ -161,6 +161,8 @@ class Form:
     def combined(self) -> bool:
         """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
         of nothing, or there are any number of positives."""
+        if self.pair_term is not None:
+            return False
         of_row = "positive" in self.excluded or bool(self.vectors) or self.several or self.spec.reduction == "none"
         return of_row or not _is_linear(self.query_term, r)
 

@@ -108,9 +108,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     kept_keys = n if v.traits.crossed else 2 * n if v.keeps else of_all  # statistics stay from forward to backward
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
-        BufferTerm(
-            "query_statistics", both, (v.losses * (2 + v.positive_parts), m), "r_i as a wide float; the positive"
-        ),
+        BufferTerm("query_statistics", both, (v.losses * (2 + v.positive_parts), m), _of_query(v)),
         v.traits.has_keys and BufferTerm("key_statistics", both, (v.losses * 2, kept_keys), "c_j as a wide float"),
         *_common_terms(v),
         v.traits.per_row
@@ -134,15 +132,19 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
         strips = Min(row_blocks, T)
         why = "partial sums of one panel, merged in a fixed order"
+        terms.append(BufferTerm("row_partials", forward, (v.losses * v.partial_sums, key_blocks, forward_rows), why))
         terms += [
-            BufferTerm("row_partials", forward, (v.losses * v.partial_sums, key_blocks, forward_rows), why),
             v.both_axes and BufferTerm("key_partials", forward, (v.losses * v.partial_sums, strips, forward_keys), why),
             BufferTerm("flags", forward, (strips, key_blocks), "strips of wide range", "int32"),
             BufferTerm("references", forward, (v.losses * key_blocks,), "of each block of keys"),
             BufferTerm(
                 "loss_parts", forward, (v.losses * ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"
             ),
-        ]
+        ] * (not v.traits.pairs)
+        if v.traits.pairs:
+            of_tiles = Max(strips * key_blocks, Min(ceil_div(rows, Bg), V) * ceil_div(keys, Kg))
+            terms.append(BufferTerm("row_sums", forward, (forward_rows,), "of a panel, before they are added", "fp64"))
+            terms.append(BufferTerm("slope_sums", both, (2, of_tiles), "a part of each program", "fp64"))
         terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
         terms += [_sorted_ids(phase) for phase in (forward, backward)] * v.traits.sorted_ids
     ratios = "shares over sums, and the range of each block"
@@ -150,7 +152,10 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
         terms += [
             *_gradient_panel(v, backward, row_blocks, key_blocks),
-            BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
+            not v.traits.pairs
+            and BufferTerm(
+                "gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"
+            ),
             v.both_axes
             and (v.traits.even or not v.traits.combined)
             and BufferTerm("ratios", backward, (v.losses * ceil_div(n, Kg), Kg + 2), ratios),
@@ -202,6 +207,11 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         ]
     terms.append(BufferTerm("dots", both, (ceil_div(dotted, Bo),), "partial sums of dscale"))
     return tuple(term for term in terms if term)
+
+
+def _of_query(v: Choice) -> str:
+    """What forward keeps of each query."""
+    return "sum of its terms; factor of its row" if v.traits.pairs else "r_i as a wide float; the positive"
 
 
 def _dotted(v: Choice) -> Any:

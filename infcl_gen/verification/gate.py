@@ -252,7 +252,7 @@ def _error_bound(
     own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
     of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
     slope = own_slope * of_logit
-    pairs, products = traits.at_once, (q.square() @ k.square().T).sqrt()
+    pairs, products = traits.pairs, (q.square() @ k.square().T).sqrt()
     if (traits.sums_slopes or one_sided) and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
         # are too small by up to w each. Errors of one sign cancel in softmaxes only, and there between logits alike.

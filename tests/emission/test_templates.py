@@ -64,6 +64,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "thresholds": {**H200, "loss": "gist"},
     "thresholds, exact": {**H200, "loss": "gist", "dtype": "fp32"},
     "thresholds on cpu": {**H200, "loss": "gist", "device_profile": "cpu"},
+    "pairs of single queries": {**H200, "loss": f"{LOSSES}:siglip_of_rows", "dtype": "fp32"},
+    "pairs of single queries on cpu": {**H200, "loss": f"{LOSSES}:siglip_multi_of_rows", "device_profile": "cpu"},
     "split": {**H200, "dtype": "fp32"},
     "split rows": {**H200, "loss": "infonce", "dtype": "fp32"},
     "exact": {**H200, "dtype": "fp32", "precision": "exact"},

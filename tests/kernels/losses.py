@@ -33,6 +33,10 @@ rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values(
 squared_weights, hard_keys = OF_MULTIPLES.values()
 smooth, smooth_clip, smooth_rince = SMOOTH.values()
 clip_of_rows, smooth_of_rows = (dataclasses.replace(each, reduction="none") for each in (CLIP, SMOOTH["smooth"]))
+siglip_of_rows, siglip_multi_of_rows, siglip_labels_of_rows, squares_by_id_of_rows = (
+    dataclasses.replace(DERIVABLE[name], name=name, reduction="none")
+    for name in ("siglip", "siglip_multi", "siglip_labels", "squares_by_id")
+)
 
 over = {16: 1.0, 32: 0.5, 48: 2.0}
 clip_prefixes = dataclasses.replace(CLIP, prefixes=over)

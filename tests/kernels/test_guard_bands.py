@@ -19,6 +19,7 @@ PACKAGES = {
     "pairs, pointers": Made("panel", "siglip", "fp16", settings=(("descriptors", "off"),)),
     "pairs, fp32": Made("panel", "siglip", "fp32", dim=8),
     "pairs by id": Made("panel", "siglip_multi"),
+    "pairs of single queries": Made("panel", "siglip_labels_of_rows"),
     "means": Made("panel", "smooth_clip", dim=100),
     "triangle": Made("panel", "ntxent"),
     "triangle, pointers": Made("panel", "ntxent", "fp16", settings=(("descriptors", "off"),)),

@@ -158,6 +158,7 @@ RANKS = [
     ("panel", "weighed_by_all", "fp32", "gather"),
     ("panel", "weighed_sides", "bf16", "ring"), ("panel", "weighed_sides", "fp32", "gather"),
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
+    ("panel", "siglip_multi_of_rows", "bf16", "gather"),
     ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
@@ -200,7 +201,17 @@ def test_next_states(interpreted: Interpreter, strategy: str, loss: str) -> None
     interpreted(checks.next_states, Made(strategy, loss))
 
 
-@pytest.mark.parametrize(("loss", "dtype"), [("clip_of_rows", "bf16"), ("smooth_of_rows", "fp32")])
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        ("clip_of_rows", "bf16"),
+        ("smooth_of_rows", "fp32"),
+        ("siglip_of_rows", "bf16"),
+        ("siglip_labels_of_rows", "bf16"),
+        ("siglip_multi_of_rows", "fp32"),
+        ("squares_by_id_of_rows", "bf16"),
+    ],
+)
 def test_losses_of_single_queries(interpreted: Interpreter, loss: str, dtype: str) -> None:
     interpreted(checks.losses_of_rows, Made("panel", loss, dtype))
 

@@ -25,7 +25,7 @@ class Traits:
                       the column of its positive; or of its positives alone, of which there may be any number,
                       "mean_over_positives" or "logsumexp_over_positives"; with one of these they are counted, and a
                       query without adds nothing; or "mean_by_guide", its mean by the softmax of a second similarity, a
-                      guide's
+                      guide's; of a sum over pairs that is taken query by query "sum_of_terms" alone
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
@@ -233,7 +233,7 @@ class Traits:
     @property
     def masked(self) -> bool:
         """Whether log-sum-exps leave out pairs."""
-        return bool(self.classes) and not self.at_once and not self.several
+        return bool(self.classes) and not self.pairs and not self.several
 
     @property
     def ids_in_tiles(self) -> bool:
@@ -243,12 +243,17 @@ class Traits:
     @property
     def apart(self) -> bool:
         """Whether kernels of their own find the positives, by their places or by their ids."""
-        return not self.at_once and (self.placed or self.sorted_ids)
+        return not self.pairs and (self.placed or self.sorted_ids)
 
     @property
     def sums_slopes(self) -> bool:
         """Whether the gradients of scale and bias take the sum of dL/dx over all pairs, as it is no constant."""
-        return self.combined or self.at_once
+        return self.combined or self.pairs
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the loss is a sum of terms of pairs, without log-sum-exps."""
+        return self.at_once or "sum_of_terms" in self.query_statistics
 
     @property
     def at_once(self) -> bool:
