@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import infcl_gen
 from infcl_gen.emission import read_package, write_package
 from infcl_gen.hardware import load_profile
+from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.verification.aot import SHARED_BYTES, Kernels
 from tests.compiled import resources
 from tests.emission.golden import FOLDER, GOLDEN, golden_files
@@ -98,16 +100,6 @@ def test_kernels_of_partners(tmp_path: Path) -> None:
     check(resources(package, "sm_90", "partners", "combine"), package, "sm_90", "partners", "combine")
 
 
-@pytest.mark.parametrize("dim", [40, 768])
-def test_kernels_of_rows_in_pairs(dim: int, tmp_path: Path) -> None:
-    """At D = 40 one block spans the features, which the forward reads in each step."""
-    package = infcl_gen.generate(
-        output=tmp_path / "p", loss="three_block", batch_size="64k", dim=dim, device_profile="h200"
-    )
-    kernels = ("forward", "positives", "combine", "gradient", "gradient_positives")
-    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
-
-
 @pytest.mark.parametrize(("loss", "dim"), [("mil_nce", 96), ("mil_nce", 768), ("mil_nce_multi", 768)])
 def test_kernels_of_columns(loss: str, dim: int, tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
@@ -140,6 +132,15 @@ def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path)
     """Tiles are those of other losses, but for gradients of a rectangle's rows."""
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
     kernels = ("positives", "combine", "gradient", "gradient_positives")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
+@pytest.mark.parametrize("loss", ["siglip", "siglip_multi"])
+def test_kernels_of_single_queries_of_pairs(loss: str, tmp_path: Path) -> None:
+    """Beside wide tiles factors of rows take a thread's last registers."""
+    of_rows = dataclasses.replace(BUILTIN_LOSSES[loss], reduction="none")
+    package = infcl_gen.generate(output=tmp_path / "p", loss=of_rows, batch_size="64k", dim=768, device_profile="h200")
+    kernels = ("pairs", "pair_terms", "pair_loss") + ("pair_positives", "pair_positive_terms") * (loss == "siglip")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

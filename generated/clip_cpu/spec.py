@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "3c3fe6d18cb9eb424e876dd696daa3016a64b987440243d1505c7cdfc411bd41",
+    "digest": "c6fb3810abc0fbc12afd7e84e242355ad00a23a8a2dddad202ef40d8c5f4be2f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

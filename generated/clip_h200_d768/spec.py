@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "89dd4ef190daa58ab879a2ef67370203c2fabf523f91f05da3a1f2db58396702",
+    "digest": "1ec893c6cbba42effb9ae9a5d6858420f5c57e413d91a6c700a83a5cfab30a64",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -14,11 +14,10 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
-from infcl_gen.losses import Derivation, Sides, formulas_of, left_out, others_left_out, triton_code
+from infcl_gen.losses import Derivation, formulas_of, left_out, triton_code
 from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.candidates import PANEL_LIMIT
 from infcl_gen.planning.planner import Plan
-from infcl_gen.runtime.traits import Traits
 
 
 def _clamped(places: str) -> str:
@@ -108,24 +107,13 @@ _BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float
 _BELOW_OF_SIDES = f"""{_BELOW}
 of_rows = tl.where(out_of_rows, float("-inf"), below)
 of_columns = tl.where(out_of_columns, float("-inf"), below)"""
-LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
-_TO_COLUMNS = "column_places = tl.load(key_labels + columns, mask=columns < keys, other=-1) - first_query"
-_TO_ROWS = f"row_places = {LABELLED}"
-# Of a pair's rows the first comes before its positive.
-_FIRST_COLUMNS = "column_first = (column_places > columns + (first_key - first_query))[None, :]"
-_FIRST_ROWS = "row_first = (row_places > rows + (first_query - first_key))[:, None]"
-_PLACES_OF_COLUMNS = f"{_TO_COLUMNS}\ncolumn_places = {_clamped('column_places')}"
-_COLUMN_THRESHOLDS = "column_thresholds = tl.load(key_thresholds + columns, mask=columns < keys, other=0.0)"
-_ROW_THRESHOLDS = "row_thresholds = tl.load(thresholds + rows, mask=rows < queries, other=0.0)"
-_OF_ROWS = Sides("row_first", "(row_first == 0)", "column_first", "(column_first == 0)")
-_OF_COLUMNS = Sides(*_OF_ROWS[2:], *_OF_ROWS[:2])
-_ABOVE_OF_SIDES = "(z > row_thresholds[:, None])", "(z > column_thresholds[None, :])"
-_LEGEND_OF_SIDES = """\
-sides               a row is the first of its pair, or the second, as its positive comes after it, or before it.
-                        Pairs of some sides are left out of r_i"""
+_PLACES_OF_COLUMNS = f"""\
+column_places = tl.load(key_labels + columns, mask=columns < keys, other=-1) - first_query
+column_places = {_clamped("column_places")}"""
 _OWN_SHARE = "lacking({0}s, here, z, {1}, {2}_exponent, {2}_mantissa, slope)"
 _OWN_G = "QUERY_SHARE * tl.load({1} + {0}s, mask=here, other=0.0)"
 SLAB_WIDE_NUMBERS = 1024  # of a tile that is computed again, beside statistics of all prefixes
+LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
 def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: DeviceProfile) -> dict[str, Any]:
@@ -134,7 +122,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         raise ValueError("kernels are for affine logits")
     formulas, blocks, both_axes = formulas_of(derivation), plan.blocks, plan.both_axes
     is_fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
-    unit, at_once = 2.0 ** gradient_exponent(plan, derivation), plan.traits.at_once
+    unit, of_pairs = 2.0 ** gradient_exponent(plan, derivation), plan.traits.pairs
     gradient_factor, dscale_factor = triton_code(derivation.gradient_factor), triton_code(derivation.dscale_factor)
     # A key term is linear in p: the part with p is the positive's.
     with_positive = derivation.key_term.diff(p) * p
@@ -162,7 +150,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
-        "walkers": "pairs and pair_terms" if at_once else "the forward" if is_fused else "forward and gradient",
+        "walkers": "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled if both_axes else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
@@ -188,8 +176,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "scale_of_factor": load_scale if "scale" in gradient_factor else ABSENT,
         "times_dscale_factor": "" if derivation.dscale_factor == 1 else f" * ({dscale_factor})",
         "scale_of_dscale_factor": load_scale if "scale" in dscale_factor else ABSENT,
-        "bias_of_factor": ABSENT if at_once else _BIAS_OF_FACTOR,
-        "plus_bias": "" if at_once else " + bias * 0.0",
+        "bias_of_factor": ABSENT if of_pairs else _BIAS_OF_FACTOR,
+        "plus_bias": "" if of_pairs else " + bias * 0.0",
         "plus_mean": f" {'-' if derivation.mean_share < 0 else '+'} {abs(derivation.mean_share)}"
         * (plan.traits.means or plan.traits.weighted),
         "about_mean": _ABOUT_MEAN if plan.traits.means else ABSENT,
@@ -212,7 +200,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "dbias_factor": triton_code(derivation.dbias_factor),
         "scalars": "scalars_of_rows" if plan.traits.combined else "scalars_of_pairs",
         "why_positives": _WHY_POSITIVES[plan.traits.combined],
-        **(_pair_context(plan, derivation, unit) if at_once else {}),
+        **(_pair_context(plan, derivation, unit) if of_pairs else {}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
         "positive_references": "positive_row_reference" + ", positive_key_reference" * both_axes,
@@ -285,7 +273,7 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
 def _header_context(plan: Plan) -> dict[str, Any]:
     """The pieces of header.py.jinja, and what they read."""
     traits = plan.traits
-    if traits.at_once:
+    if traits.pairs:
         return {
             "legend": "legend_of_pairs", "range": "range_of_pairs", "helpers": "helpers_of_pairs",
             "about_flags": "A program adds to its own part of the sums.",
@@ -338,49 +326,21 @@ def _class_context(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _masks_of_sides(plan: Plan) -> dict[str, Any]:
+def _masks_of_sides(plan: Plan) -> dict[str, str]:
     """The terms of a tile that enter the sums of its rows, and of its columns: of a triangle each has its own mask."""
     apart = plan.traits.masked and plan.traits.triangle
-    paired = apart and plan.traits.own_references
     both = " + id_mask" if plan.traits.masked else " + below" * plan.traits.triangle
     return {
-        "left_out": "left_out_of_pairs" if paired else "left_out_of_sides" if apart else "left_out",
+        "left_out": "left_out_of_sides" if apart else "left_out",
         "kept_terms": "kept_terms_of_sides" if apart else "kept_terms",
         "row_terms": "row_terms" if apart else "p",
         "column_terms": "column_terms" if apart else "p",
         "plus_row_mask": " + of_rows" if apart else both,
         "plus_column_mask": " + of_columns" if apart else both,
-        "places_of_columns": _PLACES_OF_COLUMNS if apart and not paired else ABSENT,
+        "places_of_columns": _PLACES_OF_COLUMNS if apart else ABSENT,
         "places_of_rows": LABELLED,
         "places_as_int32": _clamped("row_places"),
-        **_sides_of_pairs(plan.traits, paired),
     }
-
-
-def _sides_of_pairs(traits: Traits, paired: bool) -> dict[str, Any]:
-    """What a triangle's tiles have of thresholds and sides, where rows are pairs: by rows and by columns."""
-    by_side, above = paired and traits.by_side, paired and traits.thresholds
-    others = [
-        " | ".join(others_left_out(traits.classes, "same_id", text, " & ", sides))
-        for text, sides in zip(_ABOVE_OF_SIDES, (_OF_ROWS, _OF_COLUMNS), strict=True)
-    ]
-    which = [
-        left_out(traits.classes, "same_id", "is_positive", "(is_positive == 0)", text, " & ", " | ", sides)
-        for text, sides in zip(_ABOVE_OF_SIDES, (_OF_ROWS, _OF_COLUMNS), strict=True)
-    ]
-    return {
-        "apart_by_rows": paired,
-        "above_rows": traits.thresholds and not paired,
-        "key_softmax": "kept_of_columns" if paired else "key_softmax",
-        "legend_of_sides": _LEGEND_OF_SIDES if by_side else ABSENT,
-        "first_columns": f"{_TO_COLUMNS}\n{_FIRST_COLUMNS}" if by_side else ABSENT,
-        "column_thresholds": _COLUMN_THRESHOLDS if above else ABSENT,
-        "first_rows": _FIRST_ROWS if by_side else ABSENT,
-        "row_thresholds": _ROW_THRESHOLDS if above else ABSENT,
-        "rows_of_sides": _TO_ROWS if by_side else ABSENT,
-        "left_out_of_rows": which[0], "left_out_of_columns": which[1],
-        "others_of_rows": others[0], "others_of_columns": others[1],
-    }  # fmt: skip
 
 
 def _sides_of_positives(plan: Plan) -> dict[str, str]:
@@ -455,9 +415,19 @@ it would be as another key: the difference of two sums would lose it."""
         "of_softplus": whole,
         "softplus_sign": "-" if sign < 0 else "",
         "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
+        "pairs_that_count": "counted_logits" if whole else "counted_pairs",
+        "terms_of_part": "softplus_terms" if whole else "terms_of_classes",
+        "slopes_of_part": "softplus_slopes" if whole else "slopes_of_classes",
         "sweeps": [
-            each | {"follows": f" Those of positives are left out: `{each['positives']}` follows." * placed}
-            for each in pairs.SWEEPS
+            each
+            | {
+                "follows": f" Those of positives are left out: `{each['positives']}` follows." * placed,
+                "grown": whole and each["terms"],
+                "summed": not each["of_rows"],
+                "times_factor": "value *= factor[:, None]" if each["weighed"] else ABSENT,
+                "times_factors": " * tl.load(factors + rows, mask=here, other=0.0)" * each["weighed"],
+            }
+            for each in pairs.sweeps(plan)
         ],
     }
 
@@ -659,7 +629,7 @@ value += tl.exp2(tl.fma(z, slope, -e[None, :])) * b[None, :]"""
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
-    at_once = plan.traits.at_once
+    of_pairs = plan.traits.pairs
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     wide_rows = min(wide_rows, *walked_rows)
@@ -672,9 +642,9 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),
         ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.both_axes),
         ("WIDE_ROWS", wide_rows, "at a time where a strip is computed again",
-         not plan.exact and not at_once),
+         not plan.exact and not of_pairs),
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
-        ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
+        ("QUERY_SHARE", derivation.query_share * unit, "", not of_pairs),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
         ("MULTIPLE", float(derivation.form.multiple), "of the logits in the second log-sum-exps", plan.traits.second),
         ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0 and plan.traits.placed),

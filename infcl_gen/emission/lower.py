@@ -24,7 +24,7 @@ from infcl_gen.losses import Derivation, formulas_of, is_builtin, left_out, loss
 from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan, literals_of
 from infcl_gen.planning.records import own_settings
-from infcl_gen.runtime.traits import SIDES, Traits
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.version import __version__
 
 
@@ -39,7 +39,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
         File("spec.py", ["package/spec.py.jinja"], {"name": name, "spec": spec}),
         File("loss.py", [loss_template(plan.traits)], loss_context(derivation)),
     ]
-    pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
+    pairs = "_pairs" if plan.traits.pairs else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
         second = "_guided" if plan.traits.by_guide else "_several" * plan.traits.several
         kind = second or ("_combined" if plan.traits.combined else pairs)
@@ -53,7 +53,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
             templates += family.templates(plan)
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
-    sweep = "pairs" if plan.traits.at_once else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
+    sweep = "pairs" if plan.traits.pairs else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
     sweep = "slabs" if plan.slabs else sweep
     weights = derivation.prefix_weights
     schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"], weights)
@@ -63,7 +63,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
 
 def loss_template(traits: Traits) -> str:
     """The template of loss.py."""
-    kind = "_pairs" if traits.at_once else "_combined" if traits.combined else ""
+    kind = "_pairs" if traits.pairs else "_combined" if traits.combined else ""
     return f"torch/loss{kind}.py.jinja"
 
 
@@ -192,7 +192,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
         "plus_mean": " + formulas.MEAN_SHARE" * (traits.means or traits.weighted),
-        "strip_of_mask": _about_strips(traits) if affine and not traits.at_once else ABSENT,
+        "strip_of_mask": _about_strips(traits) if affine and not traits.pairs else ABSENT,
         **_torch_classes(traits),
         **_torch_thresholds(traits),
         **_torch_masks(traits, derivation.through_z != 0),
@@ -259,47 +259,17 @@ y, _ = panels.products(u, converted(part.guide_keys, panels.k))
 
 def _torch_thresholds(traits: Traits) -> dict[str, Any]:
     """What the sweeps have of pairs that are left out above a threshold of their query."""
-    guide, found = traits.guide and traits.thresholds, traits.thresholds and not traits.triangle
+    guide, found = traits.guide and traits.thresholds, traits.thresholds
     return {
         "thresholds": found,
-        "legend_of_thresholds": _LEGEND_OF_THRESHOLDS[guide] if traits.thresholds else ABSENT,
+        "legend_of_thresholds": _LEGEND_OF_THRESHOLDS[guide] if found else ABSENT,
         "mask_of_panel": "1 mask of a panel, of the pairs that are above their thresholds" if found else ABSENT,
         "guide_of_rows": "u = converted(own.guide_queries, panels.u)" if guide else ABSENT,
         "above_by_guide": _ABOVE_BY_GUIDE if guide else ABSENT,
         "above": "above = panels.above(z, part.thresholds)" if found and not guide else ABSENT,
         "room_for_guide": "self.u = torch.empty_like(self.q)" if guide else ABSENT,
-        "room_for_masks": _MASKS.format("mask", "rows * columns") if found else ABSENT,
         "and_above": ", above" * found,
         "above_type": ", above: Tensor" * found,
-        "without_rows": ABSENT,
-        "without_columns": "",
-        **_torch_masks_of_sides(traits),
-    }
-
-
-_MASKS = "self.{} = torch.empty({}, dtype=torch.bool, device=q.device)"
-
-
-def _torch_masks_of_sides(traits: Traits) -> dict[str, Any]:
-    """What a triangle's sweeps have of pairs that are left out by thresholds, or by sides, where rows are pairs."""
-    if not traits.triangle:
-        return {}
-    if not traits.own_references:
-        return {"own_references": False, "left_out_of_sides": ABSENT, "summed": "x2"}
-    return {
-        "own_references": True,
-        "mask_of_panel": f"{traits.masks_of_pairs} masks of a panel, of the pairs that are left out",
-        "room_for_masks": _MASKS.format("masks", f"({traits.masks_of_pairs}, rows * columns)"),
-        "left_out_of_sides": "of_rows, of_columns = left_out(z, part, panels.masks)",
-        "summed": "e",
-        "and_above": ", of_rows, of_columns",
-        "above_type": ", of_rows: Tensor, of_columns: Tensor",
-        "without_rows": "g[strip].masked_fill_(of_rows[strip], 0.0)",
-        "without_columns": ".masked_fill_(of_columns[strip], 0.0)",
-        "further_room": "both" if traits.by_side else "_",
-        "thresholds_of_sides": traits.thresholds,
-        "by_side": traits.by_side,
-        "left_out_sides": str(tuple(SIDES[name] for name in traits.classes if name in SIDES)),
     }
 
 
@@ -483,17 +453,36 @@ def _torch_sides(traits: Traits) -> dict[str, Any]:
     if not traits.triangle:
         return {}
     without, combined = traits.without_positives, traits.combined
-    masked = traits.own_references
-    of_rows, of_columns = (f"e.copy_(x2).masked_fill_(of_{side}, -math.inf)" for side in ("rows", "columns"))
     return {
-        "without_positives_of_rows": of_rows if masked else _OF_ROWS_ALONE if without else ABSENT,
-        "without_positives_of_columns": of_columns if masked else _OF_COLUMNS_ALONE if without else ABSENT,
+        "without_positives_of_rows": _OF_ROWS_ALONE if without else ABSENT,
+        "without_positives_of_columns": _OF_COLUMNS_ALONE if without else ABSENT,
         "g_of_own_positive": _G_OF_COMBINED if combined else _G_OF_INCLUDED,
         "part_of_z": 4 if combined else 0,
         "share_there": "noted_there[0, there]" if combined else "lacking(sums_there, noted_there, there)",
         "own_sums": "_" if combined else "sums",
         "own_share": "noted[0, at]" if combined else "lacking(sums, noted, at)",
     }
+
+
+# Where the terms of a sum over pairs are added up.
+_OF_ALL_QUERIES: dict[str, Any] = {
+    "totals": "block.sums[0]",
+    "summed": "terms, and the slopes,",
+    "fresh_totals": ABSENT,
+    "times_factor": ABSENT,
+    "about_fresh": "The other arguments are for other losses.",
+    "about_room": "Adds a panel's terms to `block.sums[0]`. With room for g, writes g, and adds M * dL/dx to "
+    "`block.sums[1]`.",
+}
+_OF_EACH_QUERY: dict[str, Any] = {
+    "totals": "block.queries.total",
+    "summed": "slopes",
+    "fresh_totals": "if fresh_queries:\n    block.queries.total.zero_()",
+    "times_factor": "slopes *= strip.queries.factor[:, None]",
+    "about_fresh": "What is fresh was never written. The other arguments are for other losses.",
+    "about_room": "Adds a panel's terms to the totals of its queries. With room for g, writes g, and adds M * dL/dx to"
+    "\n`block.sums[1]`, both times the factors of queries.",
+}
 
 
 def _torch_classes(traits: Traits) -> dict[str, str]:
@@ -512,6 +501,9 @@ def _torch_classes(traits: Traits) -> dict[str, str]:
         "same_id_slopes": f"torch.where(same_id, formulas.{same}_slope(x), slopes, out=slopes)",
     }
     return {
+        **(_OF_ALL_QUERIES if traits.at_once else _OF_EACH_QUERY),
+        "at_once": traits.at_once,
+        "same_id_again": ids["same_id"] if traits.ids and not traits.at_once else ABSENT,
         "about_classes": own if traits.placed else "Each pair has the term of its class.",
         **{name: text if traits.placed else ABSENT for name, text in placed.items()},
         **{name: text if traits.ids else ABSENT for name, text in ids.items()},

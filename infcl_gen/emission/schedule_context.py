@@ -126,6 +126,7 @@ def schedule_context(
         "imports": f"(\n    {words},\n)" if len(words) > 90 else words,
         "constants": _constants(plan, profile, exponent) + _of_prefixes(plan, weights),
         "forward_buffers": _forward_buffers(plan),
+        **(_OF_ALL_QUERIES if plan.traits.at_once else _OF_EACH_QUERY),
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
@@ -181,7 +182,10 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         (
             "POSITIVE_PARTS",
             plan.positive_parts,
-            "of each query's positive: z, and the references of its sums" + "; then what `combine` leaves" * combined,
+            "nothing is kept of a query's positive"
+            if plan.traits.pairs
+            else "of each query's positive: z, and the references of its sums"
+            + "; then what `combine` leaves" * combined,
             not plan.traits.at_once,
         ),
         (
@@ -196,7 +200,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("PANEL_KEYS", plan.panel_keys, "of the same", panels),
         ("STASH_ROWS", plan.stash_rows, "whole panels: their tiles are kept", plan.stash),
         ("FINISH_ROWS", plan.blocks["finish"].rows, "of one program", True),
-        ("LOSS_ROWS", LOSS_ROWS, "queries, and keys, that one program takes the terms of", not plan.traits.at_once),
+        ("LOSS_ROWS", LOSS_ROWS, "queries, and keys, that one program takes the terms of", not plan.traits.pairs),
         ("LONGEST_STRIP", longest, f"row blocks: {why}", longest > 0),
         ("DESCRIPTORS", plan.descriptors, "tensor descriptors, where address and strides allow them", True),
         ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
@@ -259,7 +263,36 @@ def _forward_buffers(plan: Plan) -> list[str]:
     return _fields([*_sums_of_a_panel(plan), ("kept", _KEPT, "None", plan.keeps_tiles)])
 
 
+# Where the terms of a sum over pairs are added up.
+_OF_ALL_QUERIES: dict[str, Any] = {
+    "summed": "terms and slopes",
+    "totals": "block.sums",
+    "about_fresh": "Nothing is fresh here, and nothing kept.",
+    "of_scratch": "",
+    "and_fresh": "",
+    "sizes_and_sums": "m, n, sums = q.shape[0], k.shape[0], block.sums",
+    "row_sums": ABSENT,
+    "added_to_totals": ABSENT,
+}
+_OF_EACH_QUERY: dict[str, Any] = {
+    "summed": "slopes",
+    "totals": "block.queries.total",
+    "about_fresh": "What is fresh was never written.",
+    "of_scratch": ", scratch, fresh_queries and key0 == 0",
+    "and_fresh": ", scratch, fresh",
+    "sizes_and_sums": "m, n = q.shape[0], k.shape[0]",
+    "row_sums": "row_sums = scratch.row_sums[: cdiv(n, columns), :m]",
+    "added_to_totals": """\
+added, total = row_sums.sum(0, dtype=torch.float64), block.queries.total
+total.copy_(added) if fresh else total.add_(added)""",
+}
+
+
 def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
+    if plan.traits.pairs:
+        shape = "cdiv(keys, kernels.FORWARD_KEYS.value), rows"
+        row_sums = ("row_sums", "of terms (key blocks, rows)", _new(shape), not plan.traits.at_once)
+        return [row_sums, ("halves", _HALVES, "_halves(rows, keys, device)", plan.split)]
     strips, of_each = "min(tiles[0], FORWARD_STRIPS)", f" * {plan.losses}" * bool(plan.slabs)
     shapes = f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)

@@ -75,7 +75,9 @@ class Choice:
         """Numbers that forward notes of each positive: z, and of each sum with it a reference (torch: and the term). Of
         a combined loss four then take their place, a further one where the logit is not affine, and of a triangle z,
         too, of which another row's sum has a term; a second log-sum-exp follows. Of any number of positives four, too:
-        at first their sum and number; a log-sum-exp has an exponent besides."""
+        at first their sum and number; a log-sum-exp has an exponent besides. Of a sum over pairs there are none."""
+        if self.traits.pairs:
+            return 0
         if self.traits.several:
             return 4 + (self.traits.softmax_of_positives or self.traits.by_guide)
         if self.traits.combined:
@@ -99,8 +101,8 @@ class Choice:
     @property
     def partial_sums(self) -> int:
         """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exps, and of a guide's
-        softmax its sum, that of z by it, and their exponent."""
-        return 2 + 2 * self.traits.second + 3 * self.traits.by_guide
+        softmax its sum, that of z by it, and their exponent. Of a sum over pairs it is that of its terms."""
+        return 1 if self.traits.pairs else 2 + 2 * self.traits.second + 3 * self.traits.by_guide
 
     @property
     def merges_sides(self) -> bool:
@@ -116,17 +118,17 @@ class Choice:
     @property
     def split(self) -> bool:
         """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32. Not
-        beside a guide, whose features would be halves, too, nor where rows have references of their own."""
+        beside a guide, whose features would be halves, too, nor where similarities are compared with thresholds."""
         where = (self.strategy, self.target, self.dtype, self.precision)
-        alone = not (self.traits.guide or self.traits.own_references)
+        alone = not (self.traits.guide or self.traits.thresholds)
         return where == ("panel", "cuda", "fp32", "default") and alone
 
     @property
     def exact(self) -> bool:
         """Whether every row and column has its own reference, so that no strip is computed again: of fp32 operands, and
-        where pairs above a threshold, or of some sides, are left out, in which a sample would find its largest logits.
-        Forward and gradient then compare the similarities of one kind of tile."""
-        return (self.dtype == "fp32" and not self.split) or self.traits.own_references
+        where pairs above a threshold are left out, among which a sample would find its largest logits. Forward and
+        gradient then compare the similarities of one kind of tile."""
+        return (self.dtype == "fp32" and not self.split) or self.traits.thresholds
 
     @property
     def input_precision(self) -> str:

@@ -90,7 +90,7 @@ def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
     rescale = Kernel("rescale", arguments(kept, OUT, "upstream rows"), "finish")
     rest: tuple[Argument | str, ...] = ("rows",)
     if choice.traits.sums_slopes:
-        rest = (Argument("slopes", "*fp64") if choice.traits.at_once else "scale_parts bias_parts", "count")
+        rest = (Argument("slopes", "*fp64") if choice.traits.pairs else "scale_parts bias_parts", "count")
     scalars = Kernel("scalars", arguments("dots", "dscale dbias", SCALARS, "upstream weight parts", *rest, "BLOCK"))
     dots = "dots mean" if choice.traits.means else "dots"
     strides = "upstream weight rows x_row_stride x_depth_stride DOTS"

@@ -39,7 +39,7 @@ class ForwardTile(Tile):
             return few
         if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
-        if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms
+        if choice.operand_bytes != 2 or choice.traits.pairs:  # small tiles hide each other's terms
             return found
         if choice.inner_dim >= DEEP:
             found = DEEP_BLOCKS.get(architecture, found)
@@ -75,9 +75,9 @@ class ForwardTile(Tile):
 
 def keeps_keys(block: Block, choice: Choice) -> bool:
     """Whether a program reads its keys once: one block spans their depth, descriptors load it, and tensor cores read it
-    from shared memory. Where every row has its own reference there is another forward."""
-    whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and not choice.exact
-    return whole and not choice.traits.at_once and not choice.traits.guide and not choice.traits.slabs
+    from shared memory. fp32 operands have another forward."""
+    whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
+    return whole and not choice.traits.pairs and not choice.traits.guide and not choice.traits.slabs
 
 
 def key_lanes(block: Block, choice: Choice, profile: DeviceProfile) -> int:
@@ -124,4 +124,4 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     )
 
 
-FAMILY = Family("forward", kernels, wanted=lambda choice: not choice.traits.at_once, tile=ForwardTile(), revision=1)
+FAMILY = Family("forward", kernels, wanted=lambda choice: not choice.traits.pairs, tile=ForwardTile(), revision=1)

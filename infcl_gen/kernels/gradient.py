@@ -87,7 +87,7 @@ class GradientTile(Tile):
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
-        if choice.traits.at_once and choice.operand_bytes == 2:
+        if choice.traits.pairs and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
             return wide or PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
         stored = STORED_BLOCKS if choice.keeps_tiles and choice.descriptors and choice.operand_bytes == 2 else {}
@@ -102,13 +102,10 @@ def beside_prefixes(block: Block, choice: Choice) -> Block:
 def few_block(architecture: str, choice: Choice) -> Block | None:
     """The tile where a thread has registers for few numbers of z: two statistics take them, a guide's similarities, and
     exact products of fp32, whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these, but
-    for those with thresholds. Beside them ids spill 32 bytes; beside a guide, pointers at D = 200 1 040. So do masks of
-    both rows of a pair 440 to 736 in the forward, and 88 in the gradient, and halves of these tiles none but 80 of
-    pointers at D = 100."""
+    for those with thresholds. Beside them ids spill 32 bytes; beside a guide, pointers at D = 200 1 040."""
     traits, wide = choice.traits, choice.operand_bytes > 2
     few = traits.guide or traits.ids or wide if traits.thresholds else traits.sorted_ids and wide
-    masks_of_sides = traits.triangle and traits.own_references
-    if not (traits.two_statistics or few or masks_of_sides):
+    if not (traits.two_statistics or few):
         return None
     roomy = traits.guide and choice.descriptors and not wide and not traits.ids and choice.inner_dim % 32 == 0
     return (GUIDE_BLOCKS.get(architecture) if roomy else None) or SEVERAL_BLOCKS[architecture][wide]
@@ -128,8 +125,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
     if choice.traits.slabs:
         return _of_slabs(choice, sums, sizes)
-    by_class = [IDS] * choice.traits.ids_in_tiles + [GUIDES] * choice.traits.by_guide
-    told = " ".join(by_class + [both_labels(choice)] * choice.traits.by_side + compared(choice))
+    told = " ".join([IDS] * choice.traits.ids_in_tiles + [GUIDES] * choice.traits.by_guide + compared(choice))
     diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
     sums += " guide_sum guide_exponent" * choice.traits.by_guide
     gradient = arguments(Q, K, told, SCALARS, sums, g, "flags" * shared, sizes, strides, diagonal, "DESCRIPTORS WIDEN")
@@ -176,5 +172,5 @@ def _of_slabs(choice: Choice, sums: str, sizes: str) -> tuple[Kernel, ...]:
 
 
 FAMILY = Family(
-    "gradient", kernels, STRATEGIES, lambda choice: not choice.traits.at_once, tile=GradientTile(), revision=1
+    "gradient", kernels, STRATEGIES, lambda choice: not choice.traits.pairs, tile=GradientTile(), revision=1
 )

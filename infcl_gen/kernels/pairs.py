@@ -1,37 +1,53 @@
-"""The kernels of a loss that is a sum over pairs: one sweep computes it and its gradients."""
+"""The kernels of a loss that is a sum over pairs: one sweep computes it and its gradients, or one each of them."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, classes, places
+from typing import Any
+
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, places
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 from infcl_gen.kernels.forward import K as FORWARD_K
 from infcl_gen.kernels.forward import Q as FORWARD_Q
 from infcl_gen.kernels.gradient import K, Q
 
-SWEEPS = (
-    {"kernel": "pairs", "positives": "pair_positives", "walked": "GRADIENT", "gradients": True,
-     "summary": "Terms, slopes and g of a panel's pairs, whose z is computed once.",
-     "of_positives": "Terms, slopes and g of a panel's positives, after `pairs`."},
-    {"kernel": "pair_terms", "positives": "pair_positive_terms", "walked": "FORWARD", "gradients": False,
-     "summary": "Terms of a panel's pairs.", "of_positives": "Terms of a panel's positives."},
-)  # fmt: skip
+
+def sweeps(choice: Choice) -> tuple[dict[str, Any], ...]:
+    """What a panel's sweep computes of each pair. Of a loss that is taken query by query the terms go to sums of rows,
+    and the slopes are multiplied by factors of rows."""
+    by_row = not choice.traits.at_once
+    found = "Slopes and g" if by_row else "Terms, slopes and g"
+    of_programs = "A program adds its sums to its own part of `sums`, (2, parts): of terms, then of slopes."
+    of_rows = "The sums of rows go to memory tile by tile, (key blocks, rows)."
+    return (
+        {"kernel": "pairs", "positives": "pair_positives", "walked": "GRADIENT", "gradients": True, "weighed": by_row,
+         "terms": not by_row, "of_programs": not by_row, "of_rows": False, "about_sums": of_programs,
+         "summary": f"{found} of a panel's pairs" + ", whose z is computed once" * (not by_row) + ".",
+         "of_positives": f"{found} of a panel's positives, after `pairs`."},
+        {"kernel": "pair_terms", "positives": "pair_positive_terms", "walked": "FORWARD", "gradients": False,
+         "weighed": False, "terms": True, "of_programs": not by_row, "of_rows": by_row,
+         "about_sums": of_rows if by_row else of_programs, "summary": "Terms of a panel's pairs.",
+         "of_positives": "Terms of a panel's positives."},
+    )  # fmt: skip
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    placed, told = places(choice), classes(choice)
+    placed, told, by_row = places(choice), classes(choice), not choice.traits.at_once
     sizes, constants = "queries keys strip", "MASKED DESCRIPTORS WIDEN"
-    g = "g" + " g_low" * choice.split
+    g = "factors " * by_row + "g" + " g_low" * choice.split
+    of_tiles, of_rows = ("row_sum", "totals") if by_row else ("sums", "sums")
     pairs = arguments(Q, K, told, SCALARS, g, "sums", sizes, "g_stride parts", STRIDES, constants)
     positives = arguments("q k", placed, SCALARS, g, "sums queries keys g_stride parts", STRIDES)
-    terms = arguments(FORWARD_Q, FORWARD_K, told, SCALARS, "sums", sizes, STRIDES, constants)
-    positive_terms = arguments("q k", placed, SCALARS, "sums queries keys", STRIDES)
+    distance = "rows_stride" * by_row
+    terms = arguments(FORWARD_Q, FORWARD_K, told, SCALARS, of_tiles, sizes, distance, STRIDES, constants)
+    positive_terms = arguments("q k", placed, SCALARS, of_rows, "queries keys", STRIDES)
+    summed = Argument("sums", "*fp32" if by_row else "*fp64")
     found = (
         Kernel("pairs", pairs, "gradient"),
         Kernel("pair_positives", positives),
         Kernel("pair_terms", terms, "forward"),
         Kernel("pair_positive_terms", positive_terms),
-        Kernel("pair_loss", arguments("sums loss weight parts BLOCK")),
+        Kernel("pair_loss", arguments(summed, "loss weight parts BLOCK")),
     )
     return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 
 
-FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.at_once, revision=2)
+FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.pairs, revision=2)

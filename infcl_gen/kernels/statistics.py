@@ -104,4 +104,4 @@ def _combining(choice: Choice) -> tuple[Kernel, ...]:
     )
 
 
-FAMILY = Family("statistics", kernels, wanted=lambda choice: not choice.traits.at_once, tile=PositiveTile())
+FAMILY = Family("statistics", kernels, wanted=lambda choice: not choice.traits.pairs, tile=PositiveTile())

@@ -35,8 +35,8 @@ t_ij in its place.
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
-Of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
-log-sum-exp has no exp(...) in it. From dL/dx follow
+Of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). The loss of query i alone is the sum
+of h over its row. A pair that is left out of a log-sum-exp has no exp(...) in it. From dL/dx follow
 dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
 
 Of a triangle k is q and x_ij = x_ji, so dq_i = sum_j (dL/dz_ij + dL/dz_ji) q_j. Both softmaxes of a pair share its
@@ -362,6 +362,8 @@ class Derivation:
         )
         triangle = self.form.domain == "triangle"  # the gradient of a pair has the sums of both
         per_row = self.spec.reduction == "none"
+        if per_row and self.form.pair_term is not None:
+            by_query = ("sum_of_terms",)
         of_all = by_key or triangle or self.form.pooled is not None or (per_row and by_query)
         known: Known = "all" if of_all else "row" if by_query else "before"
         return Traits(
@@ -447,7 +449,6 @@ def _check_rows(derivation: Derivation) -> None:
     if not traits.per_row:
         return
     refuse(
-        (traits.at_once, f"{word} has no kernel yet for sums over pairs: {once}"),
         (traits.pooled, f"{word} has no kernel for logsumexp_over_all_positives, by which a query changes the terms of "
                         f"all others: {once}"),
         (traits.partnered, f"{word} has no kernel for of_positive of rows, whose weights have the terms of two rows in "
@@ -467,7 +468,7 @@ def _check_prefixes(derivation: Derivation) -> None:
     if not traits.slabs:
         return
     refuse(
-        (traits.at_once, f"{only}, not for sums over pairs: add the losses of sliced features"),
+        (traits.pairs, f"{only}, not for sums over pairs: add the losses of sliced features"),
         (traits.triangle, f"{only} of two sides: give both sides, and write z"),
         (traits.combined, f"{only}, of which terms are constant multiples: write such a term, as that of clip"),
         (traits.classes, f"{only} that leave no pairs out: write log-sum-exps without where="),
@@ -546,9 +547,7 @@ def _slope_of_query(form: Form, symbol: Symbol) -> Expr:
     found = diff(form.query_term, symbol)
     if form.pooled is not None:
         found += _factor_of_pooled(form) * pooled_slope * diff(sympy.exp(form.pooled - pooled), symbol)
-    factored = (
-        form.pooled is not None or form.crossed or form.partnered
-    )  # 1 - sigmoid(u) stands in products of several terms
+    factored = form.pooled is not None or form.crossed  # 1 - sigmoid(u) stands in products of several terms
     return _stable(sympy.factor_terms(found) if factored else found)
 
 

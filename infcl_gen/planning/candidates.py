@@ -128,7 +128,7 @@ class Choices:
             return "needs a GPU target; on the CPU the strategy is torch"
         if derivation.traits.triangle and name != "panel":
             return f"has no kernels for losses of one side, as {derivation.spec.name}; valid: panel, torch"
-        if derivation.traits.at_once and name != "panel":
+        if derivation.traits.pairs and name != "panel":
             return f"has no kernels for sums over pairs, as in the loss {derivation.spec.name}; valid: panel, torch"
         if derivation.prefixes and (reason := self._without_slabs(name)):
             return reason
@@ -202,7 +202,7 @@ class Choices:
         # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries,
         # such as thresholds, or the features of a guide.
         traits = choice.traits
-        single = traits.at_once or traits.triangle or traits.vectors or traits.guided or traits.slabs
+        single = traits.pairs or traits.triangle or traits.vectors or traits.guided or traits.slabs
         recordable = name != "torch" and not single and not traits.thresholds
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))

@@ -108,9 +108,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     kept_keys = n if v.traits.crossed else 2 * n if v.keeps else of_all  # statistics stay from forward to backward
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
-        BufferTerm(
-            "query_statistics", both, (v.losses * (2 + v.positive_parts), m), "r_i as a wide float; the positive"
-        ),
+        BufferTerm("query_statistics", both, (v.losses * (2 + v.positive_parts), m), _of_query(v)),
         v.traits.has_keys and BufferTerm("key_statistics", both, (v.losses * 2, kept_keys), "c_j as a wide float"),
         *_common_terms(v),
         v.traits.per_row
@@ -134,15 +132,19 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
         strips = Min(row_blocks, T)
         why = "partial sums of one panel, merged in a fixed order"
+        terms.append(BufferTerm("row_partials", forward, (v.losses * v.partial_sums, key_blocks, forward_rows), why))
         terms += [
-            BufferTerm("row_partials", forward, (v.losses * v.partial_sums, key_blocks, forward_rows), why),
             v.both_axes and BufferTerm("key_partials", forward, (v.losses * v.partial_sums, strips, forward_keys), why),
             BufferTerm("flags", forward, (strips, key_blocks), "strips of wide range", "int32"),
             BufferTerm("references", forward, (v.losses * key_blocks,), "of each block of keys"),
             BufferTerm(
                 "loss_parts", forward, (v.losses * ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"
             ),
-        ]
+        ] * (not v.traits.pairs)
+        if v.traits.pairs:
+            of_tiles = Max(strips * key_blocks, Min(ceil_div(rows, Bg), V) * ceil_div(keys, Kg))
+            terms.append(BufferTerm("row_sums", forward, (forward_rows,), "of a panel, before they are added", "fp64"))
+            terms.append(BufferTerm("slope_sums", both, (2, of_tiles), "a part of each program", "fp64"))
         terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
         terms += [_sorted_ids(phase) for phase in (forward, backward)] * v.traits.sorted_ids
     ratios = "shares over sums, and the range of each block"
@@ -150,7 +152,10 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
         terms += [
             *_gradient_panel(v, backward, row_blocks, key_blocks),
-            BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
+            not v.traits.pairs
+            and BufferTerm(
+                "gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"
+            ),
             v.both_axes
             and (v.traits.even or not v.traits.combined)
             and BufferTerm("ratios", backward, (v.losses * ceil_div(n, Kg), Kg + 2), ratios),
@@ -204,6 +209,11 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     return tuple(term for term in terms if term)
 
 
+def _of_query(v: Choice) -> str:
+    """What forward keeps of each query."""
+    return "sum of its terms; factor of its row" if v.traits.pairs else "r_i as a wide float; the positive"
+
+
 def _dotted(v: Choice) -> Any:
     """Rows of the side whose sums give dscale: a call may freeze the queries, unless keys are."""
     return Max(m, n) if v.frozen == "none" else n if v.frozen == "query" else m
@@ -229,7 +239,7 @@ def _common_terms(v: Choice) -> list[Any]:
         *_of_weights() * v.traits.weighted,
         v.traits.pooled
         and BufferTerm("positives of all", "forward", (v.traits.pooled, m), "what their log-sum-exp takes", "fp64"),
-        *_of_thresholds(v) * v.traits.thresholds,
+        *_of_thresholds() * v.traits.thresholds,
         v.traits.columns_of_ids
         and BufferTerm("columns of ids", "forward", (COLUMN_NUMBERS, W * Max(m, n)), "sums of columns by id", "fp64"),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
@@ -277,16 +287,12 @@ def _of_weights() -> tuple[BufferTerm, ...]:
 COLUMN_NUMBERS = 14  # of each query or key of all ranks: ids, sums, what travels, and temporaries
 
 
-def _of_thresholds(v: Choice) -> list[BufferTerm]:
-    """Thresholds of queries, and the products in work that they are made of, before there is a buffer of a hop. Of a
-    triangle over ranks each hop makes those of its rows beside what it computes in."""
-    visiting = v.traits.triangle and v.world_size > 1
-    phase = "both" if visiting else "finish"
-    found = [
-        BufferTerm("thresholds", "both", (2 + visiting, m), "of each query, above which pairs are left out"),
-        BufferTerm("strips of positives", phase, (3, Min(SCALED_ROWS, m), D), "products in work"),
-    ]
-    return [*found, *[BufferTerm("pairs of rows", phase, (4, m), "places of positives", "int64")] * v.traits.triangle]
+def _of_thresholds() -> tuple[BufferTerm, ...]:
+    """Thresholds of queries, and the products in work that they are made of."""
+    return (
+        BufferTerm("thresholds", "both", (2, m), "of each query, above which pairs are left out"),
+        BufferTerm("strips of positives", "both", (3, Min(SCALED_ROWS, m), D), "products in work"),
+    )
 
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
@@ -298,8 +304,7 @@ def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
     ]
     return [
         *guided * v.traits.by_guide,
-        v.traits.own_references
-        and BufferTerm("left_out", phase, (a, b), "pairs in no sum", "uint8", v.traits.masks_of_pairs),
+        v.traits.thresholds and BufferTerm("left_out", phase, (a, b), "pairs above their thresholds", "uint8"),
         v.traits.thresholds
         and v.traits.guide
         and v.separate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .launch import panel, panel_columns
-from .statistics import Statistics, view
+from .statistics import Statistics, Terms, view
 from .table import Table
 from .traits import Traits
 
@@ -155,7 +155,8 @@ class Saved(NamedTuple):
     """What forward saves for backward, besides the inputs.
 
     of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it; of a combined
-                loss what `combine` has left of them. Over P prefixes P rows of each, as of `of_keys`
+                loss what `combine` has left of them. Over P prefixes P rows of each, as of `of_keys`. Of a sum over
+                pairs `Terms`
     of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
                 (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow.
                 With `Traits.crossed` always (2, n): sums over the factors of keys, which backward sends again
@@ -192,7 +193,8 @@ class Block(NamedTuple):
     positives           global key index of each query's positive: int64 (m,), or that of row 0, counted up by row
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none. Of a loss over prefixes
-                        (prefixes, m) and (prefixes, n), and `positive` is (POSITIVE_PARTS, prefixes, m)
+                        (prefixes, m) and (prefixes, n), and `positive` is (POSITIVE_PARTS, prefixes, m). Of a sum over
+                        pairs that is taken query by query `Terms` (m,)
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
                         positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; of a triangle z of
                         the positive; a last one, of g by z, where the logit is not affine. With `Traits.several`: sum
@@ -206,10 +208,9 @@ class Block(NamedTuple):
                         state; None if the loss has none
     counts              queries and keys of the whole batch
     guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
-    thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none. Of a
-                        triangle `key_thresholds` (n,) are those of the rows that stand as keys
-    sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
-                        slopes, to which sweeps add; else None
+    thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none
+    sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, but for those in
+                        `Terms`, and of that of slopes, to which sweeps add; else None
 
     Of a triangle keys are rows as queries are: their statistics, `key_positive` and `key_labels` are what `queries`,
     `positive` and `positives` are of their own rank; in the forward of another rank's rows the part of this rank.
@@ -223,7 +224,7 @@ class Block(NamedTuple):
     bias: Tensor
     positives: Tensor | int
     first_key: int
-    queries: Statistics | None
+    queries: Statistics | Terms | None
     keys: Statistics | None
     positive: Tensor
     vectors: Tensor | None = None
@@ -238,7 +239,6 @@ class Block(NamedTuple):
     guide_queries: Tensor | None = None
     guide_keys: Tensor | None = None
     thresholds: Tensor | None = None
-    key_thresholds: Tensor | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -275,11 +275,11 @@ class Block(NamedTuple):
             None if self.guide_queries is None else panel(self.guide_queries, row0, rows),
             None if self.guide_keys is None else panel(self.guide_keys, key0, keys),
             None if self.thresholds is None else panel(self.thresholds, row0, rows),
-            None if self.key_thresholds is None else panel(self.key_thresholds, key0, keys),
         )  # fmt: skip
 
     def prefix(self, number: int, columns: int) -> Block:
         """The block of so many first columns of the features, with the statistics of one of several prefixes."""
+        assert not isinstance(self.queries, Terms)
         return self._replace(
             q=self.q[:, :columns], k=self.k[:, :columns], queries=self.queries and self.queries.prefix(number),
             keys=self.keys and self.keys.prefix(number), positive=self.positive[:, number],

@@ -28,7 +28,8 @@ the mean of dx_ij over the row,
 
     dg_ij = |a| P_ij (dx_ij + dr_i) + da P_ij + [j = positive(i)] db + v * all its terms
 
-where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp, v +- dv.
+where da, db, and the bounds on the loss's terms and on next states, are the largest changes at r +- dr, p +- dp,
+v +- dv.
 The mean of all logits adds the rounding of means of features, (4 + 16) v of their absolute values.
 With any number of positives of shares s_ij in p, 1/n_i or exp(x_ij - p_i), s_ij db + |b| ds_ij stands for the term of
 one. A guide's softmax has the shares t_ij, wrong by the products of its features, and p by sum_j dt_ij |x_ij - p_i|.
@@ -54,8 +55,8 @@ queries would leave the range of the statistics may be infinite or NaN, with its
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ from infcl_gen.runtime.weighted import STRIP_ROWS
 from infcl_gen.verification.oracle import (
     Inputs,
     LossAndGrads,
-    further_left_out,
+    above_of,
     kept,
     loss_module,
     mean_share,
@@ -105,12 +106,14 @@ class GateRow:
 
 @dataclass(frozen=True)
 class Truth:
-    """For one input: the oracle, plain torch, bounds and magnitudes, in the oracle's shapes and fp64."""
+    """For one input: the oracle, plain torch, bounds and magnitudes, in the oracle's shapes and fp64. `states`: of each
+    state, by its keyword, the next one and its bound."""
 
     reference: LossAndGrads
     plain: LossAndGrads
     bound: LossAndGrads
     magnitude: LossAndGrads
+    states: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list[GateRow]:
@@ -123,6 +126,15 @@ def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list
     return [_judge(*each) for each in compared(result, *parts)]
 
 
+def gate_states(given: Mapping[str, Any], truth: Truth) -> list[GateRow]:
+    """Compare the states that a call has left in its keywords, rounded to their dtype, with the next ones."""
+    rows = []
+    for name, (value, bound) in truth.states.items():
+        rounded = torch.finfo(given[name].dtype).eps / 2 * value.abs()
+        rows.append(_judge(name, given[name], value, value, bound + rounded, value))  # plain torch has no credit
+    return rows
+
+
 def _too_large(loss: Tensor, reference: Tensor) -> GateRow:
     near = torch.isclose(loss.to(reference), reference, rtol=1e-3)
     passed = bool(near | ~loss.isfinite().to(near.device))
@@ -133,12 +145,12 @@ def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
     """What the gate needs to judge results of `module` for this input; takes a few M x N matrices in fp64."""
     mathematics, reference = loss_module(module), oracle(module, inputs)
     if not hasattr(mathematics, "PREFIXES"):
-        bound, magnitude = _error_bound(module, inputs, reference)
-        return Truth(reference, plain_torch(module, inputs), bound, magnitude)
+        bound, magnitude, states = _error_bound(module, inputs, reference)
+        return Truth(reference, plain_torch(module, inputs), bound, magnitude, states)
 
     def of_prefix(part: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
         exact = part._replace(q=part.q.double(), k=part.others.double())
-        return _error_bound(module, part, plain_of_all(mathematics, exact))
+        return _error_bound(module, part, plain_of_all(mathematics, exact))[:2]
 
     # Bounds of sums: each prefix has its own.
     bound, magnitude = (
@@ -214,8 +226,11 @@ def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tenso
 
 
 @torch.no_grad()
-def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) -> tuple[LossAndGrads, LossAndGrads]:
-    """The bound of the module docstring, and the magnitudes: each sum with absolute values for its terms."""
+def _error_bound(
+    module: ModuleType, inputs: Inputs, reference: LossAndGrads
+) -> tuple[LossAndGrads, LossAndGrads, dict[str, tuple[Tensor, Tensor]]]:
+    """The bound of the module docstring; the magnitudes, each sum with absolute values for its terms; and
+    `Truth.states`."""
     mathematics, plan = loss_module(module), module.SPEC["plan"]
     dtype, traits = inputs.q.dtype, Traits(**module.SPEC["loss"]["traits"])
     out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
@@ -237,7 +252,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
     of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
     slope = own_slope * of_logit
-    pairs, products = traits.at_once, (q.square() @ k.square().T).sqrt()
+    pairs, products = traits.pairs, (q.square() @ k.square().T).sqrt()
     if (traits.sums_slopes or one_sided) and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
         # are too small by up to w each. Errors of one sign cancel in softmaxes only, and there between logits alike.
@@ -314,7 +329,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     if traits.scaled:
         reference, bound, magnitude = (_times_scales(each, given) for each in (reference, bound, magnitude))
         bound = bound._replace(dq=bound.dq + u * reference.dq.abs(), dk=bound.dk + u * reference.dk.abs())
-    return bound, magnitude
+    names = traits.vectors[traits.weighed :]
+    return bound, magnitude, dict(zip(names, zip(*errors.states, strict=True), strict=True))
 
 
 def _times_scales(results: LossAndGrads, inputs: Inputs, power: int = 1) -> LossAndGrads:
@@ -371,7 +387,8 @@ def _of_weighted_means(
 
 class _Errors(NamedTuple):
     """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx. Then of what M * dL/dscale and
-    M * dL/dbias have besides sums of it the errors; and what positives have by way of their z, with its error."""
+    M * dL/dbias have besides sums of it the errors; what positives have by way of their z, with its error; and next
+    states, (S, M), with theirs."""
 
     g: Tensor
     smooth: Tensor
@@ -381,6 +398,7 @@ class _Errors(NamedTuple):
     of_bias: Tensor | float = 0.0
     of_z: Tensor | float = 0.0
     dof_z: Tensor | float = 0.0
+    states: tuple[Iterable[Tensor], Iterable[Tensor]] = ((), ())
 
 
 def _of_softmaxes(
@@ -390,9 +408,7 @@ def _of_softmaxes(
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
     own_logits = x[at_positives]
     places = torch.arange(len(x), device=x.device)
-    x = kept(
-        x, inputs, places, mathematics.CLASSES, further_left_out(mathematics, inputs, places, inputs.q, inputs.others)
-    )
+    x = kept(x, inputs, places, mathematics.CLASSES, above_of(mathematics, inputs, places, inputs.q, inputs.others))
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
@@ -428,7 +444,7 @@ class _OfQueries:
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
         left_out = () if traits.several else mathematics.CLASSES
         places = torch.arange(len(x), device=x.device)
-        y = kept(x, inputs, places, left_out, further_left_out(mathematics, inputs, places, inputs.q, inputs.others))
+        y = kept(x, inputs, places, left_out, above_of(mathematics, inputs, places, inputs.q, inputs.others))
         self.long_sum = 4 + math.sqrt(x.shape[1]) / 8
         r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None
@@ -506,6 +522,9 @@ class _OfQueries:
         self.values = at_ends(*given([0] * len(numbers)))
         near = torch.stack([at_ends(*given(signs, pooled)) for signs in ends for pooled in of_all])
         self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
+        if traits.states:  # an exponential of what a next state is taken from has its roundings, also in the oracle
+            following = self.values[-traits.states :].abs().nan_to_num(0.0, posinf=0.0).amax(0)
+            self.errors += FUNCTION_ROUNDINGS * torch.finfo(torch.float64).eps * following * self.values.abs()
 
     def _pooled(self, each: Sequence[Tensor], given: Callable[..., Any], ends: Sequence[Any]) -> list[Any]:
         """The log-sum-exp over the positives of all queries, and the sum of slopes by it, at the ends of their
@@ -606,7 +625,9 @@ def _of_combined(
     dterms += statistics.smallest_normal
     by_z = [of.positive * each[:, None] for each in (through_z, dthrough_z)]
     dloss = dterms.sum() + of.v * of.long_sum * terms.abs().sum()
-    return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), *by_z)
+    first = len(of.values) - traits.states
+    states = of.values[first:], of.errors[first:]
+    return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), by_z[0], by_z[1], states)
 
 
 def _of_negatives(

@@ -19,7 +19,7 @@ from torch import Tensor
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.gate import GateRow, gate, truth_of
+from infcl_gen.verification.gate import GateRow, gate, gate_states, truth_of
 from infcl_gen.verification.oracle import Inputs, loss_module, oracle
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
@@ -61,7 +61,7 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
     own = (*traits.vectors, *traits.scaled)
-    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.in_pairs)
+    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.partnered)
     if traits.thresholds:
         return apart_from_thresholds(module, found)
     if not traits.weighted:
@@ -79,35 +79,33 @@ def apart_from_thresholds(module: ModuleType, inputs: Inputs) -> Inputs:
     Raises ValueError where rows stay near after 64 moves.
     """
     loss, generator = loss_module(module), torch.Generator().manual_seed(len(inputs.q))
-    guided = "above_by_guide" in loss.CLASSES
-    names = ["guide_queries", "guide_keys"] if guided else ["q", "k"] if inputs.k is not None else ["q"]
+    names = ("guide_queries", "guide_keys") if "above_by_guide" in loss.CLASSES else ("q", "k")
     for _ in range(64):
-        compared = [getattr(inputs, name) for name in names]
-        u, v = compared if guided else inputs.scaled(inputs.q, inputs.k, torch.float64)
-        near = near_thresholds(loss.THRESHOLD, u, v, inputs.positives())
+        u, v = compared = getattr(inputs, names[0]), getattr(inputs, names[1])
+        near = near_thresholds(loss.THRESHOLD, *(inputs.scaled(u, v, torch.float64) if names[0] == "q" else compared))
         if not bool(near.any()):
             return inputs
-        rows = (near.any(1), near.any(0)) if names[1:] else (near.any(1) | near.any(0),)
+        rows = near.any(1), near.any(0)
         inputs = inputs._replace(**{
             name: _moved(x, which, generator) for name, x, which in zip(names, compared, rows, strict=True)
         })  # fmt: skip
     raise ValueError(f"similarities of {len(inputs.q)} queries stay near their thresholds")
 
 
-def near_thresholds(threshold: tuple[float, float], q: Tensor, k: Tensor | None, positives: Tensor) -> Tensor:
-    """Which similarities of q (M, D) and k (M, D), or of the rows of q, are so near the threshold of their query, which
-    follows from that of its positive, that ROUNDINGS may decide. Of D = 1 a similarity may be on it: a product of two
-    numbers is the same in any kernel."""
+def near_thresholds(threshold: tuple[float, float], q: Tensor, k: Tensor) -> Tensor:
+    """Which similarities of q (M, D) and k (M, D) are so near the threshold of their query that ROUNDINGS may decide.
+    Of D = 1 a similarity may be on it: a product of two numbers is the same in any kernel."""
     factor, margin = threshold
     unit, alone = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps / 2, q.shape[1] == 1
-    q, k, at = q.double(), (q if k is None else k).double(), positives[:, None]
+    q, k = q.double(), k.double()
     z, size = q @ k.T, q.abs() @ k.abs().T
-    distance = (z - (factor * z.gather(1, at) + margin)).abs()
-    size += size.gather(1, at)
+    own = z.diagonal()[:, None]
+    distance = (z - (factor * own + margin)).abs()
+    size += size.diagonal()[:, None].clone()
     near = (distance <= ROUNDINGS * unit * size) & (size > 0)
     if alone and (factor, margin) == (1, 0):
         near &= distance > 0
-    return near.scatter_(1, at, False)
+    return near.fill_diagonal_(False)
 
 
 def _moved(x: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
@@ -125,7 +123,7 @@ def tensors(
     one_sided: bool = False,
     vectors: Sequence[str] = (),
     guided: bool = False,
-    in_pairs: bool = False,
+    partnered: bool = False,
 ) -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M.
 
@@ -133,7 +131,7 @@ def tensors(
     be pairs their number is even, and labels are those of `neighbours`.
     """
     if one_sided:
-        rows = max(2, case.queries - in_pairs * (case.queries % 2))
+        rows = max(2, case.queries - partnered * (case.queries % 2))
         case = dataclasses.replace(case, queries=rows, keys=rows)
     generator = torch.Generator().manual_seed(case.seed)
     shapes = ((case.queries, case.dim), (case.keys, case.dim))
@@ -149,7 +147,7 @@ def tensors(
         labels = None
         if case.seed % 2 or case.queries % 2:
             away = torch.randint(1, case.queries, (case.queries,), generator=generator)
-            labels = neighbours(case.queries) if in_pairs else (torch.arange(case.queries) + away) % case.queries
+            labels = neighbours(case.queries) if partnered else (torch.arange(case.queries) + away) % case.queries
     if case.features == "matched":
         own = torch.arange(case.queries) if labels is None else labels
         if one_sided:
@@ -267,12 +265,13 @@ def _widest(module: ModuleType, case: Case, sizes: Sequence[int]) -> Case:
 def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> list[GateRow]:
     """Judge one case run through a package, by autograd on odd seeds and by `loss_and_grads` on even ones."""
     inputs = inputs_of(module, case, device)
+    truth, given = truth_of(module, inputs), inputs.given
     if case.seed % 2:
-        loss, *gradients = autograd_results(module, inputs, upstream=UPSTREAM)
+        loss, *gradients = autograd_results(module, inputs, given, upstream=UPSTREAM)
         results = (loss, *(None if each is None else each / UPSTREAM for each in gradients))
     else:
-        results = module.loss_and_grads(*inputs[:4], **inputs.given)
-    return gate(results, truth_of(module, inputs))
+        results = module.loss_and_grads(*inputs[:4], **given)
+    return gate(results, truth) + gate_states(given, truth)
 
 
 def check_package(
@@ -353,17 +352,18 @@ def crowded(module: ModuleType, case: Case, ranks: int) -> Case:
 
 
 def autograd_results(
-    module: ModuleType, inputs: Inputs, upstream: float = 1.0, **options: Any
+    module: ModuleType, inputs: Inputs, given: Any = None, upstream: float = 1.0, **options: Any
 ) -> tuple[Tensor | None, ...]:
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss.
+    `given`: the keywords, where it is to leave the next states; those of `inputs` if there are none.
 
     None of a side that the package has as frozen, and of no k.
     """
     frozen = module.SPEC["problem"]["frozen"]
-    given = zip(inputs[:2], ("query", "key"), strict=True)  # as they lie in memory
-    sides = [None if x is None else x.detach().requires_grad_(side != frozen) for x, side in given]
+    passed = zip(inputs[:2], ("query", "key"), strict=True)  # as they lie in memory
+    sides = [None if x is None else x.detach().requires_grad_(side != frozen) for x, side in passed]
     leaves = [*sides, *inputs.leaves(inputs.q.dtype, torch.promote_types(inputs.q.dtype, torch.float32))[2:]]
-    loss = module.contrastive_loss(*leaves, **inputs.given, **options)
+    loss = module.contrastive_loss(*leaves, **(given or inputs.given), **options)
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     gradients = iter(torch.autograd.grad(upstream * loss, wanted))
     return (loss.detach(), *(next(gradients) if x is not None and x.requires_grad else None for x in leaves))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.gate import GateRow, failures, gate, truth_by_slices, truth_of
+from infcl_gen.verification.gate import GateRow, failures, gate, gate_states, truth_by_slices, truth_of
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import SLICE_ROWS, LossAndGrads
 from infcl_gen.verification.properties import (
@@ -93,7 +93,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         inputs = inputs_of(module, case, device)
         case = dataclasses.replace(case, queries=len(inputs.q))
         traits = Traits(**module.SPEC["loss"]["traits"])
-        if traits.in_pairs:  # of one rank
+        if traits.partnered:  # of one rank
             inputs = inputs._replace(labels=neighbours(len(inputs.q)).to(device))
         q_cuts, k_cuts = shards(case, traits, ranks, uneven=small)
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
@@ -102,12 +102,17 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         whole = inputs._replace(labels=inputs.positives() if labelled else None)
         part = whole.of_rank(q_cuts[rank], k_cuts[rank])
         with small_panels(module) if small else contextlib.nullcontext():
-            result = module.loss_and_grads(*part[:4], **part.given)
+            result = module.loss_and_grads(*part[:4], **(given := part.given))
         parts: list[Any] = [None] * ranks
-        dist.all_gather_object(parts, [None if tensor is None else tensor.cpu() for tensor in result])
+        states = {name: given[name] for name in traits.vectors[traits.weighed :]}
+        own = [None if tensor is None else tensor.cpu() for tensor in (*result, *states.values())]
+        dist.all_gather_object(parts, own)
         if rank == 0:
-            rows = [cut.stop - cut.start for cut in q_cuts]
-            judged = gate(averaged(parts), truth_of(module, inputs))
+            rows, first = [cut.stop - cut.start for cut in q_cuts], len(LossAndGrads._fields)
+            left = map(torch.cat, zip(*(each[first:] for each in parts), strict=True))
+            truth = truth_of(module, inputs)
+            judged = gate(averaged([each[:first] for each in parts]), truth)
+            judged += gate_states(dict(zip(states, left, strict=True)), truth)
             found.append(_finding(f"ring of {ranks}", f"{case}, rows {rows}", judged))
     return found
 
@@ -138,7 +143,7 @@ def shards(case: Case, traits: Traits, world_size: int, uneven: bool = False) ->
             inner = sorted(draw.randint(0, total) for _ in range(world_size - 1))
         else:
             inner = [total * rank // world_size for rank in range(1, world_size)]
-        inner = [each - each % (1 + traits.in_pairs) for each in inner]
+        inner = [each - each % (1 + traits.partnered) for each in inner]
         return [slice(*pair) for pair in itertools.pairwise([0, *inner, total])]
 
     rows = cut(case.queries)

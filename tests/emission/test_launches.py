@@ -30,7 +30,6 @@ PROBLEMS = {
     "several of a triangle": {"loss": "supcon_in"},
     "guide": {"loss": "distill"},
     "thresholds": {"loss": "gist"},
-    "thresholds of rows in pairs": {"loss": "three_block"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

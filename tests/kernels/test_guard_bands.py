@@ -19,6 +19,7 @@ PACKAGES = {
     "pairs, pointers": Made("panel", "siglip", "fp16", settings=(("descriptors", "off"),)),
     "pairs, fp32": Made("panel", "siglip", "fp32", dim=8),
     "pairs by id": Made("panel", "siglip_multi"),
+    "pairs of single queries": Made("panel", "siglip_labels_of_rows"),
     "means": Made("panel", "smooth_clip", dim=100),
     "triangle": Made("panel", "ntxent"),
     "triangle, pointers": Made("panel", "ntxent", "fp16", settings=(("descriptors", "off"),)),
@@ -40,8 +41,6 @@ PACKAGES = {
     "guide, fp32": Made("panel", "distill", "fp32", dim=8),
     "above a threshold": Made("panel", "gist"),
     "above a threshold, fp32": Made("panel", "near_and_ids", "fp32", dim=8),
-    "rows in pairs": Made("panel", "three_block"),
-    "rows in pairs, fp32": Made("panel", "near_rows", "fp32", dim=8),
     "ids left out": Made("panel", "clip_without_ids"),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
@@ -78,5 +77,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 def test_the_cpu_target() -> None:
     losses = ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out", "distill")
-    for loss in (*losses, "four_block", "three_block", "gist", "mil_nce", "mil_nce_multi"):
+    for loss in (*losses, "four_block", "gist", "mil_nce", "mil_nce_multi"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in (range(1, 131) if LONG else EDGES)])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from infcl_gen.losses import LossSpec
 from infcl_gen.losses.language import (
+    Reduction,
     bias,
     exp,
     guide,
@@ -141,13 +142,14 @@ def spec_of(one: Combination, name: str) -> LossSpec:
     found *= {"": 1, "queries": query_scale, "both": query_scale * key_scale}[one.tempered]
     own, other = (_logit(one, each) for each in (_with_margin(one, found), found))
     positives = "label" if one.positives == "own" else one.positives
+    reduction: Reduction = "none" if one.reduction == "none" else "mean"
     if one.form == "pairs":
         sign = 1 - 2 * is_positive
         wrong = sign * (is_positive * own + (1 - is_positive) * other if one.margin else other)
         term = sigmoid(wrong) ** 2 * softplus(wrong) if one.term == "focal" else softplus(wrong)
         whole = sum_over_pairs(_mask(one, found) * (query_weight if one.weighted else 1) * term) / queries
         whole += mean_over_queries(logsumexp_over_negatives(other)) if one.hard else 0
-        return LossSpec(name, whole, positives)
+        return LossSpec(name, whole, positives, reduction=reduction)
     total, at_positive = _total(one, found, own, other), positive(own)
     if one.hard:
         further = logsumexp_over_negatives(other)
@@ -170,7 +172,7 @@ def spec_of(one: Combination, name: str) -> LossSpec:
         share = sympy.Rational(SMOOTHING) / (2 if one.form == "both" else 1)
         formula -= share * mean_over_queries(mean_of_keys(other))
         formula -= share * mean_over_keys(mean_of_queries(other)) if one.form == "both" else 0
-    return LossSpec(name, formula, positives, reduction="none" if one.reduction == "none" else "mean")
+    return LossSpec(name, formula, positives, reduction=reduction)
 
 
 def _logit(one: Combination, of: Expr) -> Expr:
@@ -275,7 +277,7 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     x, further = other[:, :keys], other[:, keys:]
     kept = _dense_mask(one, given, is_own)
     if one.form == "pairs":
-        return (kept * _term_of_pair(one, torch.where(is_own, -x, x))).sum() / len(q)
+        return _of_losses(one, given, (kept * _term_of_pair(one, torch.where(is_own, -x, x))).sum(1))
     p = x[is_own]
     total = _log(torch.where(kept, x.exp(), 0.0).sum(1) + further.exp().sum(1))
     total = torch.logaddexp(total, total[is_own.int().argmax(1)]) if one.coupled else total
@@ -289,7 +291,10 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
         of_keys = _dense_term(one, _log(torch.where(kept, x.exp(), 0.0).sum(0)), p)
         of_keys = of_keys if given.key_weight is None else given.key_weight.to(number) * of_keys
         losses = losses / 2 + SHARE_OF_KEYS * of_keys
-    losses = losses - smoothing
+    return _of_losses(one, given, losses - smoothing)
+
+
+def _of_losses(one: Combination, given: Inputs, losses: Tensor) -> Tensor:
     return (losses * factors_of(given)).sum() if one.reduction == "none" else losses.mean()
 
 
@@ -386,7 +391,7 @@ def draws() -> Iterator[Combination]:
 
 def _of_rows(one: Combination) -> Combination:
     """With the loss of each query, where there is one."""
-    none = one.form == "pairs" or one.coupled or one.pooled or (one.form == "both" and one.smoothed)
+    none = one.coupled or one.pooled or (one.form == "both" and one.smoothed)
     return one if none else dataclasses.replace(one, reduction="none")
 
 
@@ -535,9 +540,7 @@ def _guides(
     assert k is not None
     found = {"guide_queries": features(len(q)), "guide_keys": features(len(k))} if one.above == "guide" else {}
     rows, keys = found.get("guide_queries", q), found.get("guide_keys", k)
-    while bool(
-        (near := near_thresholds(THRESHOLD, rows.to(dtype), keys.to(dtype), torch.arange(len(rows))).any(1)).any()
-    ):
+    while bool((near := near_thresholds(THRESHOLD, rows.to(dtype), keys.to(dtype)).any(1)).any()):
         rows[near] = features(int(near.sum()))
     return found
 

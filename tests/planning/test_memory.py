@@ -59,8 +59,6 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "four_block"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "three_block"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "rince"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "supcon_in"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "supcon_out"},
@@ -97,7 +95,7 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     assert measured <= predicted <= 1.1 * measured
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
 def test_losses_of_single_queries_take_what_is_planned(loss: str) -> None:
     spec = dataclasses.replace(BUILTIN_LOSSES[loss], reduction="none")
     package = infcl_gen.load(loss=spec, target="cpu", batch_size=3000, dim=64, dtype="bf16")

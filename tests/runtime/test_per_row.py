@@ -32,6 +32,10 @@ SPECS = {
     **{name: BUILTIN_LOSSES[name] for name in ("infonce", "clip", "rince", "infonce_out", "infonce_in", "ntxent")},
     **{name: BUILTIN_LOSSES[name] for name in ("distill", "supcon_in", "hard_negative")},
     **{name: SMOOTH[name] for name in ("smooth", "smooth_rince")},
+    **{name: BUILTIN_LOSSES[name] for name in ("siglip", "siglip_multi")},
+    **{
+        name: DERIVABLE[name] for name in ("siglip_labels", "siglip_scaled_bias", "siglip_without_ids", "siglip_capped")
+    },
     "soft_capped": DERIVABLE["soft_capped"],
     "weighed_sides": SIDES,
 }
@@ -55,6 +59,15 @@ def by_hand(name: str, x: Tensor, z: Tensor, given: dict[str, Tensor]) -> Tensor
             mean = found.mean() if name == "infonce_out" else found.exp().mean().log()
             terms.append(-mean if len(found) else 0.0 * x.diagonal(1).sum())
         return torch.stack(terms)
+    if "siglip" in name:
+        same = given["query_ids"][:, None] == given["key_ids"] if "query_ids" in given else None
+        bias = given["bias"]
+        x = {"siglip_capped": 20 * torch.tanh(z / 20) + bias, "siglip_scaled_bias": z + given["scale"] * bias}.get(
+            name, x
+        )
+        positive = same if name == "siglip_multi" else given.get("labels", own)[:, None] == torch.arange(x.shape[1])
+        terms = torch.where(positive, softplus(-x), softplus(x))
+        return (terms if name != "siglip_without_ids" else terms * (positive | ~same)).sum(1)
     if name == "rince" or name == "smooth_rince":
         rince = (0.01 * x.exp().sum(1)) ** 0.5 / 0.5 - p.exp() ** 0.5 / 0.5
         return rince - x.mean(1) / 5 if name == "smooth_rince" else rince
@@ -206,7 +219,9 @@ def test_traced_and_transformed() -> None:
 SHARDS = [[9, 13, 8], [5, 0, 11, 14]]
 
 
-@pytest.mark.parametrize("name", ["infonce", "clip", "smooth", "infonce_out", "ntxent", "weighed_sides"])
+@pytest.mark.parametrize(
+    "name", ["infonce", "clip", "smooth", "infonce_out", "ntxent", "weighed_sides", "siglip_labels", "siglip_multi"]
+)
 def test_each_rank_has_those_of_its_own_queries(name: str) -> None:
     """Gradients of features and numbers are those of all ranks' losses, each times its factor, for any grad_sync."""
     for shards, (transport, grad_sync) in itertools.product(SHARDS, (("ring", "mean"), ("gather", "sum"))):
@@ -244,7 +259,6 @@ def test_without_a_package_of_ones_own() -> None:
 
 
 REFUSED: dict[str, tuple[LossSpec, str]] = {
-    "pairs": (BUILTIN_LOSSES["siglip"], "has no kernel yet for sums over pairs: write reduction='mean'"),
     "all positives": (BUILTIN_LOSSES["dclw"], "by which a query changes the terms of all others"),
     "pairs of rows": (BY_PARTNER, "whose weights have the terms of two rows in one"),
     "columns of several positives": (BUILTIN_LOSSES["mil_nce_multi"], "whose keys have the terms of several queries"),
@@ -281,6 +295,21 @@ def test_fp16_kernels_are_refused_and_a_state_is_kept() -> None:
     assert bool(states[0].any())
 
 
+def test_a_label_that_names_no_key_leaves_nan_to_its_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels of a device are looked at once. Other queries of a sum over pairs know nothing of that one."""
+    module, labels = package("siglip_labels"), torch.arange(30)
+    monkeypatch.setattr(
+        importlib.import_module(f"{module.__name__}._runtime.agreement"), "_label_range", lambda *_: (0, -1)
+    )
+    labels[7] = 30
+    leaves, _ = drawn("siglip_labels", 30)
+    losses = module.contrastive_loss(**leaves, labels=labels, reduction="none")
+    assert losses.isnan().nonzero().flatten().tolist() == [7]
+    dq, dk, dscale, dbias = torch.autograd.grad(losses.sum(), [*leaves.values()])
+    assert dq.isnan().any(1).nonzero().flatten().tolist() == [7] and bool(dk.isnan().all())
+    assert bool(dscale.isnan() & dbias.isnan() & module.contrastive_loss(**leaves, labels=labels).isnan())
+
+
 ENGINE = "_runtime/engine.py"
 BUGS = {
     "sums keep their weights": ("infonce", ENGINE, "    of_queries[1] /= upstream\n", ""),
@@ -290,6 +319,9 @@ BUGS = {
     "own numbers keep theirs": ("weighed_sides", ENGINE, "    vectors[: traits.weighed] *= upstream\n", ""),
     "means keep theirs": ("smooth", ENGINE, "sweep.means.rows = each", "pass"),
     "what is saved is changed": ("infonce", ENGINE, "saved.of_queries.clone()", "saved.of_queries"),
+    "factors of pairs are those of forward": ("siglip", ENGINE, ".factor.mul_(upstream)", ".factor.mul_(1.0)"),
+    "slopes of pairs have no factor": ("siglip", "schedule.py", "slopes *= strip.queries.factor[:, None]", "pass"),
+    "totals of pairs are never fresh": ("siglip_multi", "schedule.py", "if fresh_queries:", "if not fresh_queries:"),
 }
 
 

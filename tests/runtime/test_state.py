@@ -29,7 +29,7 @@ from infcl_gen.losses.language import (
     similarity,
 )
 from infcl_gen.verification.oracle import Inputs
-from infcl_gen.verification.properties import Case, inputs_of
+from infcl_gen.verification.properties import Case, check_case, inputs_of
 from tests.kernels.planted import Edit
 from tests.losses.specs import RATE, RATES_OF_SIDES
 from tests.verification.dense import dense, moving_average
@@ -347,6 +347,24 @@ BUGS: dict[str, tuple[str, Edit]] = {
     ),
     "the average of a key is that of its query": ("sogclr_clip", (SCHEDULE, "cp = log(block.keys, rows)", "cp = r")),
 }  # fmt: skip
+
+
+VERIFIED = {  # and the states that are wrong
+    "the state stays": {"query_state"},
+    "the next states of keys are weighed": {"key_state"},
+    "the states change places": {"query_state", "key_state"},
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_judges_next_states(packages: Packages, planted: Callable[..., str], name: str, seed: int) -> None:
+    """In states of fp32, by `loss_and_grads` and by autograd; no other quantity shows these bugs."""
+    loss, edit = BUGS[name]
+    case = Case(70, 70, 8, "fp64", 100.0, -1.0, features="duplicate", seed=seed)
+    assert all(row.passed for row in check_case(packages(loss), case))
+    wrong = importlib.import_module(planted(name, loss, (edit,)))
+    assert {row.quantity for row in check_case(wrong, case) if not row.passed} == VERIFIED[name]
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -50,7 +50,7 @@ from .means import Means
 from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
 from .pooled import pooled
 from .scaled import row_dots
-from .statistics import Statistics, by_prefix, view
+from .statistics import Statistics, Terms, by_prefix, view
 from .table import Table
 from .transport import Tensors, Trip
 from .weighted import WeightedMeans
@@ -87,21 +87,24 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             sweep.means.begin()
         if package.traits.at_once:
             return _at_once(sweep, group, gradients)
-        if package.traits.labels:
+        if isinstance(sweep.queries, Terms):
+            _set_valid(sweep, sweep.queries.factor)
+        elif package.traits.labels:
             sweep.positive.fill_(math.nan)
         keys, by_rows = None, gradients and package.at_once(len(layout.rows))
         if by_rows:
             saved = _gradients_by_rows(sweep, group, gradients)
         else:
             keys = _forward(sweep, group, gradients)
-        if package.traits.labels:
-            # A label that names no key leaves NaN in `positive`, which must reach the gradients.
-            assert sweep.queries is not None
-            sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
-        if sweep.thresholds is not None:
-            # Comparisons with NaN are false, which no loss shows.
-            assert sweep.queries is not None
-            sweep.queries.mantissa.add_(sweep.thresholds * 0.0)
+        if isinstance(sweep.queries, Terms):
+            sweep.queries.total.mul_(sweep.queries.factor)
+        elif sweep.queries is not None:
+            if package.traits.labels:
+                # A label that names no key leaves NaN in `positive`, which must reach the gradients.
+                sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
+            if sweep.thresholds is not None:
+                # Comparisons with NaN are false, which no loss shows.
+                sweep.queries.mantissa.add_(sweep.thresholds * 0.0)
         ours = sweep.own_block()._replace(keys=keys)
         if package.traits.combined and not by_rows:
             of_all = [pooled(package, ours, group)] if package.traits.pooled else []
@@ -114,7 +117,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)
         if call.options.reduction == "none":
-            terms = ours.positive[3].clone()
+            terms = (ours.queries.total if isinstance(ours.queries, Terms) else ours.positive[3]).clone()
             return sweep.means.added_to_rows(terms) if isinstance(sweep.means, Means) else terms, saved
         loss = package.schedule.loss_terms(ours, weight)
         return loss if sweep.means is None else sweep.means.added(loss, weight), saved
@@ -152,9 +155,12 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
 
 
 def _times_upstream(package: Package, saved: Saved, upstream: Tensor) -> Saved:
-    """What forward has saved of each query, times the gradient (m,) of its loss. A sum is divided: its row, or column,
-    then has the weight."""
+    """What forward has saved of each query, times the gradient (m,) of its loss. A log-sum-exp's sum is divided: its
+    row, or column, then has the weight."""
     traits, of_queries, vectors = package.traits, saved.of_queries.clone(), saved.of_vectors.clone()
+    if traits.pairs:
+        Terms(*of_queries).factor.mul_(upstream)
+        return saved._replace(of_queries=of_queries)
     positive, of_keys = of_queries[2:], saved.of_keys
     of_queries[1] /= upstream
     if traits.softmax_of_positives or traits.by_guide:
@@ -185,7 +191,7 @@ def _of_vectors(package: Package, saved: Saved, upstream: Tensor) -> list[Tensor
 def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> tuple[Tensor, Saved]:
     """The loss of a sum over pairs, and `Saved` with the gradients for an upstream gradient of 1."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
-    upstream = _valid(sweep)
+    upstream = _set_valid(sweep, call.scale.new_empty(()))
     if not gradients:
         _forward(sweep, group, gradients)
     else:
@@ -270,12 +276,13 @@ def _rows_of_panels(
             weighting.queries(own, own if dq is None else panel(dq, start, count), start)
 
 
-def _valid(sweep: _Sweep) -> Tensor:
-    """1, 0-dim; NaN where a label names no key."""
-    one = sweep.call.scale.new_ones(())
+def _set_valid(sweep: _Sweep, valid: Tensor) -> Tensor:
+    """`valid`, of each query or 0-dim for all: becomes 1, or NaN where a label names no key."""
+    valid.fill_(1.0)
     if isinstance(sweep.positives, int):
-        return one
-    return one.masked_fill_(((sweep.positives < 0) | (sweep.positives >= sum(sweep.layout.keys))).any(), math.nan)
+        return valid
+    wrong = (sweep.positives < 0) | (sweep.positives >= sum(sweep.layout.keys))
+    return valid.masked_fill_(wrong if valid.dim() else wrong.any(), math.nan)
 
 
 def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
@@ -414,12 +421,13 @@ class _Sweep:
         self.positives, statistics = _positives(package, call, layout), saved.of_queries
         self.query_ids, self.key_ids = (None if ids is None else ids.contiguous() for ids in call.ids)
         self.vectors = saved.of_vectors if package.traits.vectors else None
-        self.queries: Statistics | None = None
+        self.queries: Statistics | Terms | None = None
         self.prefixes = len(package.traits.slabs)
         self.sums: Tensor | None = None
-        if package.traits.at_once:
-            self.sums = package.schedule.term_sums(call.q, max(layout.keys))
-            self.positive, self.stash = self.sums[:0], call.q.new_empty(0)
+        if package.traits.pairs:
+            sums = self.sums = package.schedule.term_sums(call.q, max(layout.keys))
+            self.positive, self.stash = sums[:0], call.q.new_empty(0) if package.traits.at_once else saved.stash
+            self.queries = None if package.traits.at_once else Terms(*statistics)
         elif package.at_once(len(layout.rows)):
             statistics = _new_statistics(package, call.q)
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], call.q.new_empty(0)
@@ -431,10 +439,7 @@ class _Sweep:
             self.means = WeightedMeans(package, call, saved.weighted, group)
         elif package.traits.means:
             self.means = Means(package, call, sum(layout.keys))
-        self.thresholds: Tensor | None = None
-        if package.traits.thresholds:
-            own = call.guides if package.traits.guide else call[:2]
-            self.thresholds = _thresholds(package, *own, self.labels, layout.key_offset(layout.rank))
+        self.thresholds = _thresholds(package, call) if package.traits.thresholds else None
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     @property
@@ -458,28 +463,27 @@ class _Sweep:
         block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids, self.call.guide_keys)
         if not self.package.traits.triangle:
             return block
+        assert isinstance(self.queries, Statistics)
+        labels = self.labels if self.package.traits.labels else None
         return block._replace(
-            keys=self.queries, key_positive=self.positive, key_labels=self.labels, first_query=block.first_key,
-            own=True, key_thresholds=self.thresholds,
-        )  # fmt: skip
+            keys=self.queries, key_positive=self.positive, key_labels=labels, first_query=block.first_key, own=True
+        )
 
     @property
-    def labels(self) -> Tensor | None:
+    def labels(self) -> Tensor:
         """`positives` of a loss with labels."""
-        return self.positives if isinstance(self.positives, Tensor) else None
+        assert isinstance(self.positives, Tensor)
+        return self.positives
 
     def block_of_rows(self, owner: int, trip: Trip) -> Block:
         """The block of a triangle with the rows of another rank."""
         traits = self.package.traits
         ids = trip["key ids"].view(-1) if traits.ids else None
         noted = trip["key sums" if trip.carries("key sums") else "key statistics"]
-        labels = trip["key labels"].view(-1) if traits.labels else None
-        block, thresholds = self.block(owner, trip["keys"], self.saved.of_keys, ids), None
-        if traits.thresholds:
-            thresholds = _thresholds(self.package, trip["keys"], trip["keys"], labels, block.first_key)
+        block = self.block(owner, trip["keys"], self.saved.of_keys, ids)
         return block._replace(
-            keys=view(noted), key_positive=noted[2:], key_labels=labels,
-            first_query=self.layout.key_offset(self.layout.rank), key_thresholds=thresholds,
+            keys=view(noted), key_positive=noted[2:], key_labels=trip["key labels"].view(-1) if traits.labels else None,
+            first_query=self.layout.key_offset(self.layout.rank),
         )  # fmt: skip
 
     def visits(self, trip: Trip) -> Iterator[Block]:
@@ -513,17 +517,13 @@ class _Sweep:
             panel(sums, 0, share.key if share.rows else len(sums)).zero_()
 
 
-def _thresholds(
-    package: Package, own: Tensor | None, positives: Tensor | None, labels: Tensor | None, first: int
-) -> Tensor:
+def _thresholds(package: Package, call: Call) -> Tensor:
     """What pairs of each query are compared with, (m,): affine in the similarity, or a guide's, of its positive, which
-    is the key of its index. Of a triangle `labels` name it, another row of the rank whose rows begin at `first`. NaN
-    where the similarity is, or where rows are in no pair. A rank makes those of visiting rows itself."""
+    is its own key of this rank. NaN where that is."""
     factor, margin = package.loss.THRESHOLD
+    own, positives = call.guides if package.traits.guide else call[:2]
     assert own is not None and positives is not None
-    there, alone = (None, None) if labels is None else triangle.partners(labels, first)
-    found = row_dots(own, positives, package.schedule.STATISTICS_DTYPE, there).mul_(factor).add_(margin)
-    return found if alone is None else found.masked_fill_(alone, math.nan)
+    return row_dots(own, positives, package.schedule.STATISTICS_DTYPE).mul_(factor).add_(margin)
 
 
 def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
@@ -794,7 +794,6 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     if package.traits.triangle:
         own["key statistics"] = sweep.saved.of_queries
         if package.traits.labels:
-            assert sweep.labels is not None
             own["key labels"] = sweep.labels[:, None]
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward

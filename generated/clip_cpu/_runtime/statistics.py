@@ -40,6 +40,17 @@ class Statistics(NamedTuple):
         return Statistics(self.exponent[number], self.mantissa[number])
 
 
+class Terms(NamedTuple):
+    """Of each query of a sum over pairs, (rows,): the sum of its terms, and a factor of the gradients of its pairs."""
+
+    total: Tensor
+    factor: Tensor
+
+    def panel(self, start: int, rows: int) -> Terms:
+        """Up to `rows` rows from `start` on, as `launch.panel`."""
+        return Terms(panel_columns(self.total, start, rows), panel_columns(self.factor, start, rows))
+
+
 def view(pair: Tensor, prefixes: int = 0) -> Statistics:
     """A (2 or more, rows) tensor as statistics, without a copy; of several prefixes (2 or more times that, rows)."""
     exponent, mantissa, *_ = by_prefix(pair, prefixes).unbind()

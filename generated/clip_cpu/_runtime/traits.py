@@ -13,11 +13,6 @@ from typing import Literal
 # pairs are.
 Known = Literal["before", "row", "all"]
 Domain = Literal["rectangle", "triangle"]
-# Of a triangle whose rows are pairs, classes of pairs (i, j): whether i comes before its positive, and whether j does.
-SIDES = {
-    "first_first": (True, True), "first_second": (True, False), "second_first": (False, True),
-    "second_second": (False, False),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +25,7 @@ class Traits:
                       the column of its positive; or of its positives alone, of which there may be any number,
                       "mean_over_positives" or "logsumexp_over_positives"; with one of these they are counted, and a
                       query without adds nothing; or "mean_by_guide", its mean by the softmax of a second similarity, a
-                      guide's
+                      guide's; of a sum over pairs that is taken query by query "sum_of_terms" alone
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
@@ -50,8 +45,7 @@ class Traits:
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
                       the positives, which stay in log-sum-exps; "positive": positives are left out of log-sum-exps, too
                       "above": pairs whose similarity exceeds their query's threshold, but no positive, are left out,
-                      too; "above_by_guide": the same of a guide's similarities; those of SIDES: pairs of rows that are
-                      the first or the second of their pairs, but no positive, are left out, too
+                      too; "above_by_guide": the same of a guide's similarities
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
@@ -202,27 +196,6 @@ class Traits:
         return "above" in self.classes or "above_by_guide" in self.classes
 
     @property
-    def by_side(self) -> bool:
-        """Whether log-sum-exps leave out pairs by whether their rows are the first or the second of their pairs."""
-        return not SIDES.keys().isdisjoint(self.classes)
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether rows are pairs, each the positive of the other and both on one rank."""
-        return self.partnered or (self.triangle and self.thresholds)
-
-    @property
-    def own_references(self) -> bool:
-        """Whether log-sum-exps leave out so many pairs that those of a sample say little about the others."""
-        return self.thresholds or self.by_side
-
-    @property
-    def masks_of_pairs(self) -> int:
-        """How many masks of a panel torch holds at most where rows have references of their own: of a triangle those of
-        both axes, and one in work for sides."""
-        return (1 + self.triangle + self.by_side) * self.own_references
-
-    @property
     def own_keys(self) -> bool:
         """Whether each rank has as many keys as queries: what a query has by its own key is made on its rank."""
         return self.thresholds or (self.crossed and not self.several)
@@ -260,7 +233,7 @@ class Traits:
     @property
     def masked(self) -> bool:
         """Whether log-sum-exps leave out pairs."""
-        return bool(self.classes) and not self.at_once and not self.several
+        return bool(self.classes) and not self.pairs and not self.several
 
     @property
     def ids_in_tiles(self) -> bool:
@@ -270,12 +243,17 @@ class Traits:
     @property
     def apart(self) -> bool:
         """Whether kernels of their own find the positives, by their places or by their ids."""
-        return not self.at_once and (self.placed or self.sorted_ids)
+        return not self.pairs and (self.placed or self.sorted_ids)
 
     @property
     def sums_slopes(self) -> bool:
         """Whether the gradients of scale and bias take the sum of dL/dx over all pairs, as it is no constant."""
-        return self.combined or self.at_once
+        return self.combined or self.pairs
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the loss is a sum of terms of pairs, without log-sum-exps."""
+        return self.at_once or "sum_of_terms" in self.query_statistics
 
     @property
     def at_once(self) -> bool:

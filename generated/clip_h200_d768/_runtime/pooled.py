@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .group import Group
 from .package import Block, Package
-from .statistics import log
+from .statistics import Statistics, log
 from .transport import of_ranks
 
 
@@ -33,7 +33,7 @@ def pooled(package: Package, block: Block, group: Group | None) -> Tensor:
         found["r2"] = log(block.second) + formulas.MULTIPLE * shift
     if own is not None:
         found |= zip(formulas.OF_ROWS[-len(own) :], own.double(), strict=True)
-    assert block.queries is not None
+    assert isinstance(block.queries, Statistics)
     r = log(block.queries) + shift
     taken = {name: found[name] for name in formulas.OF_ROWS if name != "pooled_slope"}
     slope = _of_ranks(formulas.slope_of_pooled(r, p, **taken).sum(), group).sum()
