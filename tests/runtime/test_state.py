@@ -356,12 +356,13 @@ VERIFIED = {  # and the states that are wrong
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", (5, 6))
 @pytest.mark.parametrize("name", VERIFIED)
 def test_verify_judges_next_states(packages: Packages, planted: Callable[..., str], name: str, seed: int) -> None:
-    """In states of fp32, by `loss_and_grads` and by autograd; no other quantity shows these bugs."""
+    """In states of fp32, by autograd and by `loss_and_grads`; no other quantity shows these bugs. At this scale
+    logarithms are so large that their roundings show in the loss."""
     loss, edit = BUGS[name]
-    case = Case(70, 70, 8, "fp64", 100.0, -1.0, features="duplicate", seed=seed)
+    case = Case(70, 70, 8, "fp64", 1000.0, -1.0, features="duplicate", seed=seed)
     assert all(row.passed for row in check_case(packages(loss), case))
     wrong = importlib.import_module(planted(name, loss, (edit,)))
     assert {row.quantity for row in check_case(wrong, case) if not row.passed} == VERIFIED[name]
