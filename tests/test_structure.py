@@ -184,7 +184,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 22 548 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 22 567 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 607 for queries'
@@ -194,7 +194,7 @@ def test_the_source_stays_small() -> None:
     the peers of bench, 325 for a guide, 479 for prefixes from the flag to the gate, 50 for numbers at the planned size,
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
-    keys, 239 for losses of single queries, likewise, 127 of these for sums over pairs, 27 to print an
+    keys, 258 for losses of single queries, likewise, 127 of these for sums over pairs, 27 to print an
     expression of costs, and a literal, once,
     35 for small panels in a ring, 12 for tiles that an input has computed again, 20 for what ranks and wrong calls are
     told;
@@ -208,5 +208,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 22_548, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 22_567, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_041 and pages <= 850 and step <= 3_490

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "c6fb3810abc0fbc12afd7e84e242355ad00a23a8a2dddad202ef40d8c5f4be2f",
+    "digest": "f94e5efcd4484478bd9376122d0c779c5fac48ae8cf6cf361229c6265b88ea2b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

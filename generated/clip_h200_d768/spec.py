@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1ec893c6cbba42effb9ae9a5d6858420f5c57e413d91a6c700a83a5cfab30a64",
+    "digest": "6ddc944b36264df8cf8f7cec007dc0e71c634510f6ae5849659c41f914b25d56",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

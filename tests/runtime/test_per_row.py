@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES, LossError, LossSpec, derive
-from tests.losses.specs import BY_PARTNER, DERIVABLE, RATE, SIDES, SMOOTH
+from tests.losses.specs import BY_PARTNER, DERIVABLE, OF_ROWS, RATE, SIDES, SMOOTH
 from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_several import in_panels
@@ -37,6 +37,7 @@ SPECS = {
         name: DERIVABLE[name] for name in ("siglip_labels", "siglip_scaled_bias", "siglip_without_ids", "siglip_capped")
     },
     "soft_capped": DERIVABLE["soft_capped"],
+    "capped_of_rows": OF_ROWS["capped_of_rows"],
     "weighed_sides": SIDES,
 }
 
@@ -45,7 +46,7 @@ def by_hand(name: str, x: Tensor, z: Tensor, given: dict[str, Tensor]) -> Tensor
     """The loss of each query (M,), from all logits and similarities (M, N)."""
     own = torch.arange(len(x))
     p, rows = x.diagonal(), own
-    if name in ("ntxent", "supcon_in", "hard_negative"):
+    if name in ("ntxent", "supcon_in", "hard_negative", "capped_of_rows"):
         not_itself = rows[:, None] != rows
         x = x.masked_fill(~not_itself, -torch.inf)
         own = given.get("labels", rows.roll(len(rows) // 2))
@@ -71,6 +72,10 @@ def by_hand(name: str, x: Tensor, z: Tensor, given: dict[str, Tensor]) -> Tensor
     if name == "rince" or name == "smooth_rince":
         rince = (0.01 * x.exp().sum(1)) ** 0.5 / 0.5 - p.exp() ** 0.5 / 0.5
         return rince - x.mean(1) / 5 if name == "smooth_rince" else rince
+    if name == "capped_of_rows":  # the positive's logit is its similarity
+        capped = 20 * torch.tanh(z / 20) + given["bias"]
+        negatives = capped.masked_fill(~x.isfinite(), -torch.inf).scatter(1, own[:, None], -torch.inf)
+        return softplus(negatives.logsumexp(1) - z[rows, own], threshold=100)
     if name == "distill":
         teacher = (given["guide_queries"] @ given["guide_keys"].T).softmax(1)
         return -(teacher * x.log_softmax(1)).sum(1)
@@ -312,10 +317,22 @@ def test_a_label_that_names_no_key_leaves_nan_to_its_query(monkeypatch: pytest.M
 
 ENGINE = "_runtime/engine.py"
 BUGS = {
-    "sums keep their weights": ("infonce", ENGINE, "    of_queries[1] /= upstream\n", ""),
-    "positives keep theirs": ("infonce", ENGINE, "        positive[0] *= upstream\n", "        pass\n"),
-    "parts of the scalars keep theirs": ("rince", ENGINE, "    positive[1:3] *= upstream\n", ""),
-    "columns keep theirs": ("clip", ENGINE, "        of_keys[1] /= upstream\n", ""),
+    "sums keep their weights": ("infonce", ENGINE, "    view(of_queries).mantissa.div_(upstream)\n", ""),
+    "positives keep theirs": ("infonce", ENGINE, "        parts.of_positives.mul_(upstream)\n", "        pass\n"),
+    "parts of the scalars keep theirs": ("rince", ENGINE, "    parts.of_scalars.mul_(upstream)\n", ""),
+    "columns keep theirs": ("clip", ENGINE, "        view(of_keys).mantissa.div_(upstream)\n", ""),
+    "second sums keep theirs": (
+        "hard_negative",
+        ENGINE,
+        "        parts.second.mantissa.div_(upstream)\n",
+        "        pass\n",
+    ),
+    "what positives have by their z keeps its": (
+        "capped_of_rows",
+        ENGINE,
+        "        parts.by_z.mul_(upstream)\n",
+        "        pass\n",
+    ),
     "own numbers keep theirs": ("weighed_sides", ENGINE, "    vectors[: traits.weighed] *= upstream\n", ""),
     "means keep theirs": ("smooth", ENGINE, "sweep.means.rows = each", "pass"),
     "what is saved is changed": ("infonce", ENGINE, "saved.of_queries.clone()", "saved.of_queries"),

@@ -47,7 +47,7 @@ from .columns import Columns
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .means import Means
-from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
+from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, combined, products
 from .pooled import pooled
 from .scaled import row_dots
 from .statistics import Statistics, Terms, by_prefix, view
@@ -117,7 +117,9 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)
         if call.options.reduction == "none":
-            terms = (ours.queries.total if isinstance(ours.queries, Terms) else ours.positive[3]).clone()
+            if isinstance(ours.queries, Terms):
+                return ours.queries.total.clone(), saved
+            terms = combined(package.traits, ours.positive).term.clone()
             return sweep.means.added_to_rows(terms) if isinstance(sweep.means, Means) else terms, saved
         loss = package.schedule.loss_terms(ours, weight)
         return loss if sweep.means is None else sweep.means.added(loss, weight), saved
@@ -161,20 +163,20 @@ def _times_upstream(package: Package, saved: Saved, upstream: Tensor) -> Saved:
     if traits.pairs:
         Terms(*of_queries).factor.mul_(upstream)
         return saved._replace(of_queries=of_queries)
-    positive, of_keys = of_queries[2:], saved.of_keys
-    of_queries[1] /= upstream
+    parts, of_keys = combined(traits, of_queries[2:]), saved.of_keys
+    view(of_queries).mantissa.div_(upstream)
     if traits.softmax_of_positives or traits.by_guide:
-        positive[0] /= upstream
+        parts.of_positives.div_(upstream)
     else:
-        positive[0] *= upstream
-    positive[1:3] *= upstream
-    if not (traits.affine or traits.several):  # what positives have by their z
-        positive[4 + traits.triangle] *= upstream
-    if traits.second:
-        positive[-1] /= upstream
+        parts.of_positives.mul_(upstream)
+    parts.of_scalars.mul_(upstream)
+    if parts.by_z is not None:
+        parts.by_z.mul_(upstream)
+    if parts.second is not None:
+        parts.second.mantissa.div_(upstream)
     if traits.crossed:
         of_keys = of_keys.clone()
-        of_keys[1] /= upstream
+        view(of_keys).mantissa.div_(upstream)
     vectors[: traits.weighed] *= upstream
     return saved._replace(of_queries=of_queries, of_keys=of_keys, of_vectors=vectors)
 
@@ -529,7 +531,8 @@ def _thresholds(package: Package, call: Call) -> Tensor:
 def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
     """Of a combined loss queries' parts of M * dL/dscale and M * dL/dbias (2, m), which `combine` leaves in `positive`
     (POSITIVE_PARTS, m); of others the number of queries, as the sum of M * dL/dx over a row is a constant."""
-    return positive[1:3] if package.traits.combined else positive.shape[-1]
+    traits = package.traits
+    return combined(traits, positive).of_scalars if traits.combined else positive.shape[-1]
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:

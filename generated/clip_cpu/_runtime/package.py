@@ -292,3 +292,19 @@ class Block(NamedTuple):
             return True
         first = self.positives - self.first_key
         return bool(first < self.k.shape[0] and first + self.q.shape[0] > 0)
+
+
+class Combined(NamedTuple):
+    """What `combine` leaves of each query in `Block.positive`, as views."""
+
+    of_positives: Tensor  # (m,): g of its positive; of several positives what is first in `Block.positive`
+    of_scalars: Tensor  # (2, m): its parts of M * dL/dscale and M * dL/dbias
+    term: Tensor  # (m,): its part of M * L
+    by_z: Tensor | None  # (m,): of g, by the positive's z, where the logit is not affine
+    second: Statistics | None  # of a second log-sum-exp
+
+
+def combined(traits: Traits, positive: Tensor) -> Combined:
+    """The parts of `positive`, (POSITIVE_PARTS, m), of a combined loss."""
+    by_z = None if traits.affine or traits.several else positive[4 + traits.triangle]
+    return Combined(positive[0], positive[1:3], positive[3], by_z, view(positive[-2:]) if traits.second else None)
