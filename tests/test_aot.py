@@ -116,11 +116,15 @@ def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize(("loss", "dim"), [("distill", 96), ("distill", 768), ("gist", 96), ("gist", 768)])
+@pytest.mark.parametrize(
+    ("loss", "dim"),
+    [("distill", 96), ("distill", 768), ("gist", 96), ("gist", 768), ("distill_clip", 200), ("distill_clip", 768)],
+)
 def test_kernels_with_a_guide(loss: str, dim: int, tmp_path: Path) -> None:
     how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, **how)
     kernels = ("forward", "gradient") + ("forward_wide", "merge_guided", "combine") * (loss == "distill")
+    kernels += ("forward_wide", "positives", "loss_terms", "gradient_positives") * (loss == "distill_clip")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

@@ -104,15 +104,15 @@ def test_templates_stay_small() -> None:
     its own, 40 of these where it combines a sum and its positive, 11 where sums of other ranks come home; 20 are of
     queries' own numbers; 340 count and sum any number of positives, whose forward and gradient are their own on the
     CPU; 10 add the mean of all logits; 4 take factors of similarities; 70 make a second sum of each query; 36 take that
-    of a row's partner; 225 are of a guide, whose sweep on the CPU and whose sums are their own; 591 are of prefixes,
-    whose tiles grow by slabs of columns, with statistics and gradients of logits for each; 15 are of a number of all
-    positives; 34 leave out pairs above a threshold; 11 have the sums of columns in a query's term; 20 take weights
-    and states of keys, and positives in these sums; 31 add up the terms
-    of each query of a sum over pairs.
+    of a row's partner; 308 are of a guide, whose sweep on the CPU and whose sums are their own, 83 of these for sums of
+    both axes; 591 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
+    each; 15 are of a number of all positives; 34 leave out pairs above a threshold; 11 have the sums of columns in a
+    query's term; 20 take weights and states of keys, and positives in these sums; 31 add up the terms of each query
+    of a sum over pairs.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 4735 and pages <= 150
+    assert sum(lines.values()) - pages <= 4818 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -184,14 +184,15 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 22 567 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 22 833 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 607 for queries'
     own numbers from the call to the gate, 267 of these for states of either side, 480 for the mean of all logits and
     its weights, 97 for what refusals offer, 450 for any number of positives, from the formula on, 220 for factors of
     similarities, 260 for a second sum of each query, 145 for the sum of a row's partner, from the formula to
-    the peers of bench, 325 for a guide, 479 for prefixes from the flag to the gate, 50 for numbers at the planned size,
+    the peers of bench, 325 for a guide and 266 for its softmaxes of both sides,
+    479 for prefixes from the flag to the gate, 50 for numbers at the planned size,
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
     keys, 258 for losses of single queries, likewise, 127 of these for sums over pairs, 27 to print an
@@ -208,5 +209,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 22_567, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 22_833, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_041 and pages <= 850 and step <= 3_490

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f94e5efcd4484478bd9376122d0c779c5fac48ae8cf6cf361229c6265b88ea2b",
+    "digest": "457449e81538feac10662b38499e4551db794b77e4d2d0f3470ea2c2a6f6b51d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

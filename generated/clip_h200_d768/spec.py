@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6ddc944b36264df8cf8f7cec007dc0e71c634510f6ae5849659c41f914b25d56",
+    "digest": "332776a0f054680239c41adda752b2b8a78c05898c3959cc33cb0e21d6a3b9ad",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

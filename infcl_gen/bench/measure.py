@@ -169,6 +169,7 @@ def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any
     loss = load_file(package / "loss.py")  # alone: the package itself may not work
     names = {"classes": loss.CLASSES, "vectors": loss.VECTORS, "scaled": loss.SCALES, "positives": loss.POSITIVES}
     names["weighted"] = hasattr(loss, "WEIGHT")
+    names["key_statistics"] = ("mean_by_guide",) * hasattr(loss, "GUIDE_SHARES")
     own = own_keywords(names, *inputs.leaves[:2], dtype=inputs.dtype)
     bias = None if inputs.bias is None else inputs.bias.detach()
     try:

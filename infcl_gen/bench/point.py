@@ -211,7 +211,8 @@ def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtyp
     rows."""
     own = (*traits["vectors"], *traits["scaled"])
     found = own_ids(q, k, first) if "same_id" in traits["classes"] else {}
-    if traits["positives"] == "none" or traits["weighted"] or "above_by_guide" in traits["classes"]:
+    by_guide = traits["positives"] == "none" or "mean_by_guide" in traits["key_statistics"]
+    if by_guide or traits["weighted"] or "above_by_guide" in traits["classes"]:
         guides = zip(("guide_queries", "guide_keys"), (q, k), strict=True)
         found |= {name: x.detach().flip(1).to(dtype or x.dtype) for name, x in guides}
     behind = torch.arange(1, len(q) + 1, device=q.device)

@@ -94,9 +94,15 @@ _LEGENDS_OF_POSITIVES = (
     "p_i                 mean of y over the n_i positives of row i, which are of its id",
     "p_i                 log-sum-exp over the positives of row i, which are of its id, as r_i; n_i is their number",
 )
-_LEGEND_OF_GUIDE = """\
-guide               y_ij log2(e), y_ij = u_i . v_j, of the features u (M, D) and v (N, D) of the guide
-p_i                 mean of z over row i by the softmax of its guide, times the slope of the logit"""
+_LEGEND_OF_GUIDE = (
+    "guide               y_ij log2(e), y_ij = u_i . v_j, of the features u (M, D) and v (N, D) of the guide"
+)
+_LEGENDS_OF_GUIDE = (
+    f"""{_LEGEND_OF_GUIDE}
+p_i                 mean of z over row i by the softmax of its guide, times the slope of the logit""",
+    f"""{_LEGEND_OF_GUIDE}
+tq_i, tk_j          means of z over row i and column j by the softmaxes of the guide over these, times the slope""",
+)
 _LEGENDS_OF_THRESHOLDS = (
     "thresholds          of z_ij of row i: pairs above it are left out of r_i",
     """\
@@ -151,13 +157,16 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
         "walkers": "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient",
-        "reference_of": sampled if both_axes else "a sample (the backward takes each row's own)",
+        "reference_of": sampled
+        if both_axes and not plan.traits.guided_sides
+        else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
         "formula_of_g": "share_i 2^(y - r_i)"
-        + " + b_i 2^(guide - its log-sum-exp)" * plan.traits.by_guide
+        + " + b_i 2^(guide - its log-sum-exp)" * (plan.traits.by_guide and not plan.traits.guided_sides)
         + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
-        + ", and the same of MULTIPLE y" * plan.traits.second,
+        + ", and the same of MULTIPLE y" * plan.traits.second
+        + ", and shares of 2^(guide - its log-sum-exps)" * plan.traits.guided_sides,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": inner,  # depth of a similarity, as a constant of the file
@@ -194,6 +203,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         **_combined_context(plan, derivation),
         **_several_context(plan),
         **_second_context(plan),
+        **_guided_context(plan),
         **_sides_of_positives(plan),
         "sums_slopes": plan.traits.sums_slopes,
         "dscale_rest": triton_code(derivation.dscale_rest),
@@ -287,7 +297,7 @@ def _header_context(plan: Plan) -> dict[str, Any]:
         "range": f"range_{kind}",
         "helpers": "helpers_of_sums",
         "lowest": _LOWEST if traits.masked or traits.triangle or traits.softmax_of_positives else ABSENT,
-        "legend_of_positives": _LEGEND_OF_GUIDE
+        "legend_of_positives": _LEGENDS_OF_GUIDE[traits.guided_sides]
         if traits.by_guide
         else _LEGENDS_OF_POSITIVES[traits.softmax_of_positives]
         if traits.several
@@ -495,8 +505,7 @@ def _several_context(plan: Plan) -> dict[str, Any]:
     texts |= {name: text for group, used in groups if used for name, text in group.items()}
     return texts | {
         "several": plan.traits.sorted_ids,
-        "guided": plan.traits.by_guide,
-        "about_g_of_positives": _ABOUT_G_BY_GUIDE if plan.traits.by_guide else _ABOUT_G_OF_POSITIVES,
+        "about_g_of_positives": _ABOUT_G_OF_POSITIVES if plan.traits.apart else _ABOUT_G_BY_GUIDE,
         "largest_step": PANEL_LIMIT,
         "noted_positives": plan.traits.placed and not triangle,
         "softmax_of_keys": _SOFTMAX_OF_KEYS if both else ABSENT,
@@ -541,6 +550,29 @@ def _second_context(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _guided_context(plan: Plan) -> dict[str, Any]:
+    """What the kernels of a loss with means by the softmax of a guide read: of queries alone, or of both sides."""
+    both = plan.traits.guided_sides
+    return {name: text if both else ABSENT for name, text in _GUIDED_SIDES.items()} | {
+        "guided": plan.traits.by_guide,
+        "guided_sides": both,
+        "guide_share": "GUIDE_SHARE" if both else "QUERY_SHARE",
+        "share_by_guide": "share" if both else "b",  # b is of keys
+        # The piece similarity_of_positives, of the features and then of the guide.
+        "own": "q", "visited": "k", "of_guide": "", "or_line": " ", "noted": "positive_z", "unit": "",
+        "next_line": "\n" + " " * 16,
+    }  # fmt: skip
+
+
+_MEAN_BY_GUIDE = """\
+total = tl.load({0}guide_sum + i, mask=i < {1}, other=1.0).to(tl.float64)
+{2} = tl.load({0}guided + i, mask=i < {1}, other=0.0).to(tl.float64) / total * slope * LN2 + shift"""
+_GUIDED_SIDES = {
+    "guide_of_pairs": "guide_of_pairs = guide",
+    "of_columns_by_guide": "value += tl.exp2(guide - guide_key_e[None, :]) * guide_b[None, :]",
+    "mean_of_query": _MEAN_BY_GUIDE.format("", "queries", "tq"),
+    "mean_of_key": _MEAN_BY_GUIDE.format("key_", "keys", "tk"),
+}
 _SECOND_OF_QUERY = """\
 second_exponents = tl.load(second_exponent + i, mask=i < queries, other=0.0)
 sum_of_second = tl.load(second_mantissa + i, mask=i < queries, other=1.0)
@@ -629,7 +661,7 @@ value += tl.exp2(tl.fma(z, slope, -e[None, :])) * b[None, :]"""
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
-    of_pairs = plan.traits.pairs
+    of_pairs, (of_keys, of_queries) = plan.traits.pairs, derivation.guide_shares
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     wide_rows = min(wide_rows, *walked_rows)
@@ -646,6 +678,8 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
         ("QUERY_SHARE", derivation.query_share * unit, "", not of_pairs),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
+        ("GUIDE_SHARE", of_keys * unit, "of the guide's softmax over keys", plan.traits.guided_sides),
+        ("KEY_GUIDE_SHARE", of_queries * unit, "of that over queries", plan.traits.guided_sides),
         ("MULTIPLE", float(derivation.form.multiple), "of the logits in the second log-sum-exps", plan.traits.second),
         ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0 and plan.traits.placed),
         ("MIRROR_ROWS", _mirrored_rows(plan), "of a square of g that is turned", plan.traits.triangle),

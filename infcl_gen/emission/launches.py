@@ -48,7 +48,7 @@ _PARTS |= {
     for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
 }  # fmt: skip
 _BY_GUIDE = ("guided", "guide_sum", "guide_exponent")
-_PARTS |= {f"row_{x}": f"scratch.row_guide[{i}]" for i, x in enumerate(_BY_GUIDE)}
+_PARTS |= {f"{side}_{x}": f"scratch.{side}_guide[{i}]" for side in ("row", "key") for i, x in enumerate(_BY_GUIDE)}
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
 _COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "scale_parts", "bias_parts", "query_terms"))}
@@ -80,7 +80,7 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     }),
     "merge_guided": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
         **{f"part_{x}": f"partial[{i}]" for i, x in enumerate(_BY_GUIDE)}, "part_stride": "partial[0].stride(0)",
-        "guide_sum": "positive[0]", "guided": "positive[1]", "guide_exponent": "positive[4]",
+        **{x: f"guide[{i}]" for i, x in enumerate(_BY_GUIDE)},
     }),
     "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)", "width": "q.shape[1]"}),
     "loss_terms": ("(parts,)", {
@@ -147,6 +147,11 @@ _OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged 
 }  # fmt: skip
 
 
+_OF_GUIDED_SIDES = {  # of all kernels, where a guide's softmaxes have sums of both sides
+    "positive_guide": "block.positive[-4]",
+    **{x: f"block.positive[{i - 3}]" for i, x in enumerate(_BY_GUIDE)},
+    **{f"key_{x}": f"block.key_guide[{i}]" for i, x in enumerate(_BY_GUIDE)},
+}  # fmt: skip
 _OF_SLABS = {  # of all kernels, where statistics and g have a further dimension
     "slab_stride": "g.stride(0)", "g_stride": "g.stride(1)", "query_stride": "block.queries.exponent.stride(0)",
     "key_stride": "block.keys.exponent.stride(0)", "width": "x.shape[1]",
@@ -173,7 +178,7 @@ def openings(choice: Choice) -> Callable[..., str]:
 
 def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
     """The statement that launches each kernel, by its name; ABSENT for a kernel that the choice lacks."""
-    values = dict(_ALL)
+    values = _ALL | (_OF_GUIDED_SIDES if choice.traits.guided_sides else {})
     for index, part in enumerate(parts_of(embedding_parts(choice.inner_dim))):
         values |= {f"{x}{part.name}": f"sides[{index}][{side}].source" for side, x in enumerate("qk") if part.name}
     found = dict.fromkeys(_LAUNCHES | _OF_TRIANGLE, ABSENT)

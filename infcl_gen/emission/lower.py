@@ -41,7 +41,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     pairs = "_pairs" if plan.traits.pairs else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
-        second = "_guided" if plan.traits.by_guide else "_several" * plan.traits.several
+        second = "_guided" if plan.traits.by_guide and plan.traits.several else "_several" * plan.traits.several
         kind = second or ("_combined" if plan.traits.combined else pairs)
         kind = "_slabs" if plan.slabs else kind
         names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
@@ -198,6 +198,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         **_torch_masks(traits, derivation.through_z != 0),
         **_torch_second(traits),
         **_torch_columns(traits),
+        **_torch_guided_sides(traits),
         "partnered": traits.partnered,
         "noted_partners": "note_partners_(block)" if traits.partnered else ABSENT,
         **(
@@ -264,7 +265,11 @@ def _torch_thresholds(traits: Traits) -> dict[str, Any]:
         "thresholds": found,
         "legend_of_thresholds": _LEGEND_OF_THRESHOLDS[guide] if found else ABSENT,
         "mask_of_panel": "1 mask of a panel, of the pairs that are above their thresholds" if found else ABSENT,
-        "guide_of_rows": "u = converted(own.guide_queries, panels.u)" if guide else ABSENT,
+        "guide_of_rows": "u = converted(own.guide_queries, panels.u)"
+        if guide
+        else "u = converted(own.guide_queries, guides.q)"
+        if traits.guided_sides
+        else ABSENT,
         "above_by_guide": _ABOVE_BY_GUIDE if guide else ABSENT,
         "above": "above = panels.above(z, part.thresholds)" if found and not guide else ABSENT,
         "room_for_guide": "self.u = torch.empty_like(self.q)" if guide else ABSENT,
@@ -352,6 +357,41 @@ def _torch_second(traits: Traits) -> dict[str, str]:
     return {name: text if traits.second else ABSENT for name, text in found.items()} | {
         "and_further_weights": ", second_weight" * traits.second + ", key_weight" * traits.crossed,
         "plus_second": " + second_weight" * traits.second,
+    }
+
+
+_GUIDED_SIDES = {
+    "legend_of_guide": """\
+u, v (m and n, D)   features of the guide, y_ij  u_i . v_j
+    tq_i, tk_j  means of x over row i and column j, by the softmaxes of y over them""",
+    "fresh_guides": """\
+if fresh_queries:
+        block.positive[-3:].zero_()
+    if fresh_keys:
+        block.key_guide.zero_()""",
+    "guides_of_forward": "guides = Panels(block.guide_queries, block.guide_keys, FORWARD_ROWS, FORWARD_KEYS)",
+    "guides_of_backward": "guides = Panels(block.guide_queries, block.guide_keys, PANEL_ROWS, PANEL_KEYS)",
+    "means_by_guide": """\
+y, t = guides.products(u, converted(part.guide_keys, guides.k))
+            y.mul_(LOG2E)
+            add_means_(part.positive[-3:], x2, e, y, t, 1)
+            add_means_(part.key_guide, x2, e, y, t, 0)""",
+    "shares_by_guide": """\
+y, t = guides.products(u, converted(part.guide_keys, guides.k))
+            add_shares_(g, y.mul_(LOG2E), t, part)""",
+}
+
+
+def _torch_guided_sides(traits: Traits) -> dict[str, Any]:
+    """What the sweeps have of means by the softmaxes of a guide over both axes."""
+    both = traits.guided_sides
+    return {name: text if both else ABSENT for name, text in _GUIDED_SIDES.items()} | {
+        "guided_sides": both,
+        "scratch_panels": "4 panels (z, y and their exponentials)" if both else "2 panels (z and the exponentials)",
+        "and_sequences": ", Sequence" * traits.by_guide,
+        "and_guided_query": ", positive[-3, panel].double() / LOG2E" * both,
+        "and_guided_key": ", block.key_guide[0, panel].double() / LOG2E" * both,
+        "and_nothing": ", nothing" * both,
     }
 
 

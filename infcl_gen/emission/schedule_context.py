@@ -73,7 +73,9 @@ def schedule_context(
         "apart": plan.traits.apart,
         "triangle": triangle,
         "and_of_columns": ", and to those of its columns" * triangle,
-        "noted_positives": _BY_GUIDE
+        "noted_positives": _BY_GUIDED_SIDES
+        if plan.traits.guided_sides
+        else _BY_GUIDE
         if plan.traits.by_guide
         else "_positives(part)"
         if plan.traits.sorted_ids
@@ -109,6 +111,7 @@ def schedule_context(
         "ratios": ratios,
         "replay": "copy_inputs" in options,
         "gather": "merge_ranks" in options,
+        "guided_sides": plan.traits.guided_sides,
         "forward_panel": f"{plan.forward_rows} queries x {plan.forward_keys} keys",
         "backward_sweep": sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
         "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.traits.has_keys else "block.q.shape[0]",
@@ -150,8 +153,13 @@ _UNLESS_IT_HAS_POSITIVES = """\
 if not block.meets_diagonal():
     return"""
 _BY_GUIDE = """\
-parts = cdiv(n, kernels.FORWARD_KEYS.value)
-_merge_guided(scratch.row_guide, parts, part.positive, fresh_queries and key0 == 0)"""
+parts, guide = cdiv(n, kernels.FORWARD_KEYS.value), [part.positive[row] for row in (1, 0, 4)]
+_merge_guided(scratch.row_guide, parts, guide, fresh_queries and key0 == 0)"""
+_BY_GUIDED_SIDES = """\
+parts, strips = cdiv(n, kernels.FORWARD_KEYS.value), cdiv(cdiv(m, kernels.FORWARD_ROWS.value), _strip(m, n))
+_merge_guided(scratch.row_guide, parts, part.positive[-3:], fresh_queries and key0 == 0)
+_merge_guided(scratch.key_guide, strips, part.key_guide, fresh_keys and row0 == 0)
+_positives(part, scratch)"""
 _SORTED_IDS = "block = _with_sorted_ids(block, {})"
 _NO_POSITIVES = """\
 if fresh_queries:
@@ -303,6 +311,7 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         ("row_second", "of the second log-sum-exps (key blocks, rows)", row_parts, plan.traits.second),
         ("key_second", "the same (strips, keys)", key_parts, plan.traits.second and plan.both_axes),
         ("row_guide", "by the guide (key blocks, rows)", _new(f"3, {shapes[0]}") + ".unbind()", plan.traits.by_guide),
+        ("key_guide", "the same (strips, keys)", _new(f"3, {shapes[1]}") + ".unbind()", plan.traits.guided_sides),
         ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),

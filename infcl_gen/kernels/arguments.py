@@ -30,7 +30,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total mean "
     "number_of_positives sum_of_positives exponent_of_positives key_sum_of_positives key_exponent_of_positives "
     "row_guided row_guide_sum row_guide_exponent part_guided part_guide_sum part_guide_exponent "
-    "guided guide_sum guide_exponent "
+    "guided guide_sum guide_exponent key_guided key_guide_sum key_guide_exponent positive_guide "
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
@@ -123,7 +123,14 @@ def positive(choice: Choice) -> str:
 
 def gradient_of_positive(choice: Choice) -> str:
     """What the gradient of a positive's logit follows from, or that gradient."""
-    return "positive_g" if choice.traits.combined else f"{positive(choice)} {SCALARS} {statistics(choice)}"
+    noted = f"{positive(choice)} positive_guide" if choice.traits.guided_sides else positive(choice)
+    return "positive_g" if choice.traits.combined else f"{noted} {SCALARS} {statistics(choice)} {softmaxes(choice)}"
+
+
+def softmaxes(choice: Choice) -> str:
+    """The sums by which a guide's exponentials become shares: of queries, and of keys where these have them."""
+    found = "guide_sum guide_exponent" + " key_guide_sum key_guide_exponent" * choice.traits.guided_sides
+    return found * choice.traits.by_guide
 
 
 def places(choice: Choice) -> str:

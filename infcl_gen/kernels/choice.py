@@ -75,7 +75,9 @@ class Choice:
         """Numbers that forward notes of each positive: z, and of each sum with it a reference (torch: and the term). Of
         a combined loss four then take their place, a further one where the logit is not affine, and of a triangle z,
         too, of which another row's sum has a term; a second log-sum-exp follows. Of any number of positives four, too:
-        at first their sum and number; a log-sum-exp has an exponent besides. Of a sum over pairs there are none."""
+        at first their sum and number; a log-sum-exp has an exponent besides. With a guide of both sides its
+        similarity follows, but for torch, and last the mean by its softmax, with mantissa and exponent of that one's
+        sum. Of a sum over pairs there are none."""
         if self.traits.pairs:
             return 0
         if self.traits.several:
@@ -83,8 +85,10 @@ class Choice:
         if self.traits.combined:
             fifth = not self.traits.affine or (self.traits.in_columns and self.strategy == "torch")
             return 4 + fifth + self.traits.triangle + 2 * self.traits.second
-        sums = 1 + self.traits.has_keys
-        return 1 + sums * (2 if self.strategy == "torch" else 1)
+        sums, by_guide = 1 + self.traits.has_keys, 3 * self.traits.guided_sides
+        if self.strategy == "torch":
+            return 1 + 2 * sums + by_guide
+        return 1 + sums + by_guide + self.traits.guided_sides
 
     @property
     def slabs(self) -> tuple[Slab, ...]:
@@ -177,8 +181,9 @@ class Choice:
     @property
     def one_exponential(self) -> bool:
         """Whether the softmaxes of both sides of a pair share one: not those of fp32 features, nor of rows that have
-        weights of any size, beside which a reference for both leaves fp32."""
-        return self.both_axes and not self.exact and (self.traits.even or not self.traits.combined)
+        weights of any size, beside which a reference for both leaves fp32; nor beside a guide's, which have others."""
+        alike = self.traits.even or not self.traits.combined
+        return self.both_axes and not self.exact and alike and not self.traits.guided_sides
 
     @property
     def rows(self) -> bool:

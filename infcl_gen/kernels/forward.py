@@ -96,6 +96,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.both_axes
     if choice.traits.by_guide:
         sums += " row_guided row_guide_sum row_guide_exponent"
+        sums += " key_guided key_guide_sum key_guide_exponent" * choice.traits.guided_sides
     if choice.traits.second:
         sums += " row_second_exponent row_second_sum" + " key_second_exponent key_second_sum" * choice.both_axes
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes

@@ -17,6 +17,7 @@ from infcl_gen.kernels.arguments import (
     of_positives,
     places,
     positive,
+    softmaxes,
     statistics,
 )
 from infcl_gen.kernels.choice import Block, Choice
@@ -51,6 +52,9 @@ SEVERAL_BLOCKS = {
 # A thread's 64 numbers of z and of a guide's similarity take 255 registers of sm_90. At 65 536 x 768 on an H200 distill
 # takes 79 ms, gist 78; with half of the keys 101 and 93.
 GUIDE_BLOCKS = {"hopper": Block(128, 128, 64, 8, 3)}
+# Softmaxes of a guide over both axes: of 128 keys a thread has 32 numbers of each vector over them, and forward spills
+# 848 bytes of sm_90. Pointers at D = 200 spill 640 with 128 rows, and 48 with a depth of 64; 64 keys spill 40 of sm_80.
+SIDES_BLOCKS = {"hopper": Block(64, 64, 32, 8, 3), "ampere": Block(64, 32, 64, 8, 3)}
 # A thread holds 64 numbers of z, and of g of each prefix 64 in 32 registers: with 4 prefixes it takes 255 of sm_90.
 # That takes 27.8 ms at 65 536 x 768 on an H200; tiles of 64 x 64, and g in fp32, 34.
 SLAB_BLOCKS = {
@@ -108,7 +112,11 @@ def few_block(architecture: str, choice: Choice) -> Block | None:
     if not (traits.two_statistics or few):
         return None
     roomy = traits.guide and choice.descriptors and not wide and not traits.ids and choice.inner_dim % 32 == 0
-    return (GUIDE_BLOCKS.get(architecture) if roomy else None) or SEVERAL_BLOCKS[architecture][wide]
+    if traits.guided_sides:
+        found = None if roomy or wide else SIDES_BLOCKS.get(architecture)
+    else:
+        found = GUIDE_BLOCKS.get(architecture) if roomy else None
+    return found or SEVERAL_BLOCKS[architecture][wide]
 
 
 def _has_registers(choice: Choice) -> bool:
@@ -127,7 +135,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         return _of_slabs(choice, sums, sizes)
     told = " ".join([IDS] * choice.traits.ids_in_tiles + [GUIDES] * choice.traits.by_guide + compared(choice))
     diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
-    sums += " guide_sum guide_exponent" * choice.traits.by_guide
+    sums += f" {softmaxes(choice)}"
     gradient = arguments(Q, K, told, SCALARS, sums, g, "flags" * shared, sizes, strides, diagonal, "DESCRIPTORS WIDEN")
     again = arguments("q k", told, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, diagonal, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")

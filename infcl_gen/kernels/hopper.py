@@ -21,7 +21,7 @@ def stages(choice: Choice) -> int:
     """
     narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.both_axes
     here = choice.arch == ARCH and choice.strategy == "panel" and choice.descriptors
-    here = here and not choice.traits.masked and not choice.traits.triangle and not choice.traits.slabs
+    here = here and not (choice.traits.masked or choice.traits.triangle or choice.traits.slabs or choice.traits.guide)
     tiles = [(block.rows, block.keys) for name, block in choice.blocks.items() if name in ("forward", "gradient")]
     return 9 // -(-choice.dim // 64) if narrow and here and {*tiles} <= {(128, 128)} else 0
 

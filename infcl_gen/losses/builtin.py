@@ -19,6 +19,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_queries,
     maximum,
     mean_by_softmax,
+    mean_by_softmax_over_queries,
     mean_of_keys,
     mean_over_keys,
     mean_over_positives,
@@ -214,7 +215,7 @@ DISTILL = LossSpec(
     formula=mean_over_queries(logsumexp_over_keys(_x) - mean_by_softmax(_x, guide)),
     positives="none",
     doc="Distillation: cross-entropy of each query's softmax over keys against that of a teacher, its guide.",
-    source="Hinton et al., arXiv 1503.02531, section 2; OpenCLIP's `DistillClipLoss` has it in both directions",
+    source="Hinton et al., arXiv 1503.02531, section 2",
     use="""\
 For a student that is to rank keys as a teacher does, beside a loss of its own.
 A call passes `guide_queries=`, (M, D), and `guide_keys=`, (N, D), the teacher's features of both sides.
@@ -222,9 +223,41 @@ Their products are the teacher's logits: multiply one side by the teacher's scal
 They are of the dtype that the loss computes in, and have no gradients.
 Where teacher and student differ in width, pad the narrower features by zeros: no product changes.
 
-OpenCLIP's term is the mean of both directions: call the loss twice, the second time with all sides exchanged.
 The teacher's similarities are computed tile by tile beside the student's, and never stored.
-The loss is not 0 where both agree: it is then the entropy of the teacher.""",
+The loss is not 0 where both agree: it is then the entropy of the teacher.
+`distill_both` has both directions, and `distill_clip` has CLIP's own loss beside them.""",
+)
+
+_of_query = logsumexp_over_keys(_x) - mean_by_softmax(_x, guide)
+_of_key = logsumexp_over_queries(_x) - mean_by_softmax_over_queries(_x, guide)
+_both_ways = mean_over_queries(_of_query) / 2 + mean_over_keys(_of_key) / 2
+
+DISTILL_BOTH = LossSpec(
+    name="distill_both",
+    formula=_both_ways,
+    positives="diagonal",
+    doc="Distillation in both directions: of each query's softmax over keys, and of each key's over queries.",
+    source="Hinton et al., arXiv 1503.02531, section 2; the `distill_loss` of OpenCLIP's `DistillClipLoss`",
+    use="""\
+For a student that is to rank keys and queries as a teacher does, beside a loss of its own.
+A call is that of `distill`: the teacher's features of both sides, with its scale in one of them.
+There are as many keys as queries over all ranks. Query i and key i need not be a pair.
+
+Both directions share every product: a step takes six of them, where two calls of `distill` take twelve.
+The loss is not 0 where both agree: it is then the mean entropy of the teacher.""",
+)
+
+DISTILL_CLIP = LossSpec(
+    name="distill_clip",
+    formula=CLIP.formula + _both_ways,
+    positives="diagonal",
+    doc="CLIP's loss and distillation in both directions, added: both share the student's log-sum-exps.",
+    source="OpenCLIP's `DistillClipLoss`, the sum of what it returns; Hinton et al., arXiv 1503.02531, section 2",
+    use="""\
+For a CLIP model that learns from its own pairs and from a larger CLIP model at once.
+A call is that of `distill`: the teacher's features of both sides, with its scale in one of them.
+OpenCLIP's trainer adds up what `DistillClipLoss` returns; here the sum is one loss of one sweep.
+Another weight of the distillation is a loss of one's own, as [below](#a-loss-of-your-own).""",
 )
 
 SIGLIP = LossSpec(
@@ -482,6 +515,8 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         INFONCE_OUT,
         INFONCE_IN,
         DISTILL,
+        DISTILL_BOTH,
+        DISTILL_CLIP,
         RINCE,
         SOGCLR,
         SOGCLR_CLIP,

@@ -32,6 +32,9 @@ With any number n_i of positives p_i is their mean, or their log-sum-exp; in pla
 [j is one of them] / n_i, or exp(x_ij - p_i) [j is one of them]. A guide's softmax t gives p_i = sum_j t_ij x_ij, and
 t_ij in its place.
 
+Of both sides a guide's softmaxes, t over keys and s over queries, give tq_i = sum_j t_ij x_ij and tk_j = sum_i s_ij
+x_ij. Constant multiples of these add 1/M * (guide_shares[0] * t_ij + guide_shares[1] * s_ij) to the first formula.
+
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
@@ -78,7 +81,9 @@ from infcl_gen.losses.printers import (
     rp,
     temporaries,
     temporary,
+    tk,
     torch_code,
+    tq,
     triton_code,
     x,
 )
@@ -90,7 +95,7 @@ LONG_SLOPES = 60  # operations
 
 @dataclass(frozen=True)
 class Derivation:
-    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp, cp, pc, uk (see
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h, r2, rp, cp, pc, uk, tq, tk (see
     `printers`).
 
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
@@ -99,6 +104,7 @@ class Derivation:
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
                      factors are a and b.
+    guide_shares     the constants of a guide's softmaxes over keys, and over queries; 0.0 without means of both sides.
     mean_share       what multiplies the mean of all logits in L; 0.0 for none.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
     second_weight    a2, of a second log-sum-exp; 0 without one.
@@ -121,6 +127,7 @@ class Derivation:
     query_share: float
     key_share: float
     positive_share: float
+    guide_shares: tuple[float, float]
     mean_share: float
     query_weight: Expr
     second_weight: Expr
@@ -161,8 +168,8 @@ class Derivation:
 
     @property
     def query_term(self) -> Expr:
-        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2, rp, cp), keys of key_term(c, p), pair
-        terms)."""
+        """The loss is 1/M * (sum over queries of query_term(r, p, u, h, r2, rp, cp, tq), keys of key_term(c, p, tk),
+        pair terms)."""
         return self.form.query_term
 
     @property
@@ -306,7 +313,8 @@ class Derivation:
             of_row = self.query_weight, self.second_weight, self.key_weight, self.positive_slope, self.through_z
             return sides * math.fsum(map(_bound, of_row))
         if self.pair_slope is None:
-            largest = max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
+            shares = (self.query_share, self.key_share, sides * self.positive_share, *self.guide_shares)
+            largest = max(math.fsum(max(0.0, sign * share) for share in shares) for sign in (1, -1))
             return largest * self.total_weight
         slopes = self.pair_slope
         return max(map(_bound, (slopes.other, slopes.same_id, slopes.positive)))
@@ -418,7 +426,7 @@ class Derivation:
         read = (keys, *[ids] * self.traits.ids, *[guides] * self.traits.guide)
         if at_once:
             return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
-        numbers = 2 * max(1, len(self.prefixes))
+        numbers = self.traits.key_numbers
         statistics = Travelling(
             "key statistics", numbers, "statistics", "summed", "unchanged", across=True, renewed=self.form.crossed
         )
@@ -482,12 +490,14 @@ def _check_prefixes(derivation: Derivation) -> None:
 def _derived(form: Form) -> Derivation:
     logit, pair_term, triangle = form.logit, form.pair_term, form.domain == "triangle"
     shares = _shares(form)
+    guide_shares = diff(form.query_term, tq), diff(form.key_term, tk)
     for each in (x, *(() if pair_term is None else (pair_term.other, pair_term.same_id, pair_term.positive))):
         language.check_defined(each.xreplace({x: logit}))
     # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
     mean_share = sum(form.of_means, Integer(0))
-    total = None if form.combined or pair_term else sum(shares, mean_share)
-    if mean_share != 0 and total is not None and abs(total) < 1e-12 * max(map(abs, shares)):
+    total = None if form.combined or pair_term else sum((*shares, *guide_shares), mean_share)
+    added = mean_share != 0 or form.guided_sides
+    if added and total is not None and abs(total) < 1e-12 * max(map(abs, shares)):
         total = Integer(0)  # of 1, -0.9 and -0.1 a rounding is left
     dx_dz = diff(logit, z)
     if dx_dz == 0:
@@ -510,6 +520,7 @@ def _derived(form: Form) -> Derivation:
         query_share=float(shares[0]),
         key_share=float(shares[0 if triangle or form.crossed else 1]),
         positive_share=float(shares[2]),
+        guide_shares=(float(guide_shares[0]), float(guide_shares[1])) if form.guided_sides else (0.0, 0.0),
         mean_share=float(mean_share),
         query_weight=weight,
         second_weight=form.multiple * _slope_of_query(form, r2),
@@ -614,14 +625,15 @@ def _shares(form: Form) -> tuple[Expr, Expr, Expr]:
     if form.combined:
         return Integer(1), Integer(0), Integer(0)
     shares = diff(form.query_term, r), diff(form.key_term, c), diff(form.query_term + form.key_term, p)
+    every = *shares, diff(form.query_term, tq), diff(form.key_term, tk)
     refuse(
         (
-            not all(share.is_finite and share.is_real for share in shares),
+            not all(share.is_finite and share.is_real for share in every),
             "a weight of a mean is no finite number: write one",
         )
     )
     least, most = language.SMALLEST_NUMBER, language.LARGEST_NUMBER
-    if any(share != 0 and not least <= abs(share) <= most for share in shares):
+    if any(share != 0 and not least <= abs(share) <= most for share in every):
         raise LossError(f"a weight below {least:g} or above {most:g} leaves the range of fp32: multiply the loss later")
     return shares
 

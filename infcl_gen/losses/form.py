@@ -17,7 +17,9 @@ in that of its positive. F may also depend on t of the key that is the positive.
 is such a part of F. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that
 of i != j over z, and its domain a triangle. There F may also depend on s of the row that is the positive: rows are then
 pairs, each the positive of the other. To F and G may be added constants times the mean of a query's logits, m_i, and of
-a key's, d_j. `form_of` reads formulas, and nothing else does.
+a key's, d_j. Of sides with a guide each, F has as such a statistic the mean of a query's logits by the softmax over
+keys, and G that of a key's by the softmax over queries, times constants. `form_of` reads formulas, and nothing else
+does.
 """
 
 import functools
@@ -50,6 +52,8 @@ from infcl_gen.losses.printers import (
     rp,
     state,
     statek,
+    tk,
+    tq,
     u,
     uk,
     x,
@@ -155,7 +159,12 @@ class Form:
     @property
     def guided(self) -> bool:
         """Whether p is the mean of a query's logits by the softmax of its guide."""
-        return any(each.kind == BY_GUIDE for each in self.statistics)
+        return self.several and self.statistics[-1].kind == BY_GUIDE
+
+    @property
+    def guided_sides(self) -> bool:
+        """Whether F and G have means by the softmaxes of a guide beside p."""
+        return any(each.symbol == tq for each in self.statistics)
 
     @functools.cached_property
     def combined(self) -> bool:
@@ -164,7 +173,7 @@ class Form:
         if self.pair_term is not None:
             return False
         of_row = "positive" in self.excluded or bool(self.vectors) or self.several or self.spec.reduction == "none"
-        return of_row or not _is_linear(self.query_term, r)
+        return of_row or not _is_linear(self.query_term, r, tq)
 
     @property
     def vectors(self) -> dict[str, Symbol]:
@@ -198,7 +207,8 @@ _CONSTANTS = (language.detach, language.next_state)
 _OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
 _OF_ALL = (language.mean_of_keys, language.mean_of_queries)
 _POOLED = language.logsumexp_over_all_positives
-_STATISTICS = (*_OF_LOGITS, language.positive, *_OF_ALL)
+_BY_SOFTMAX = (language.mean_by_softmax, language.mean_by_softmax_over_queries)
+_STATISTICS = (*_OF_LOGITS, language.positive, *_OF_ALL, *_BY_SOFTMAX)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
@@ -207,7 +217,8 @@ _REDUCED = {
     language.mean_of_queries(x): d, language.query_state: state, language.key_state: statek,
     language.of_positive(language.logsumexp_over_keys(x)): rp,
     language.of_positive(language.logsumexp_over_queries(x)): cp,
-    language.key_weight: uk,
+    language.key_weight: uk, language.mean_by_softmax(x, language.guide): tq,
+    language.mean_by_softmax_over_queries(x, language.guide): tk,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -223,7 +234,8 @@ _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()} | {positive_z: la
 _KNOWN = {
     r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c),
     r2: Statistic("query", "logsumexp_of_multiple", r2), rp: Statistic("query", "logsumexp_of_positive", rp),
-    cp: Statistic("query", "logsumexp_of_column", cp),
+    cp: Statistic("query", "logsumexp_of_column", cp), tq: Statistic("query", BY_GUIDE, tq),
+    tk: Statistic("key", BY_GUIDE, tk),
 }  # fmt: skip
 
 
@@ -240,8 +252,8 @@ def form_of(spec: LossSpec) -> Form:
     by_id = f"mean_of_keys(x) {beside}: leave it out, or write positives='label'"
     refuse((spec.positives in ("id", "none") and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
-    of_sets = (language.mean_over_positives, language.mean_by_softmax)
-    known = (*_STATISTICS, *_MEANS, *of_sets, language.sum_over_pairs, language.of_positive, _POOLED)
+    further = (language.mean_over_positives, language.sum_over_pairs, language.of_positive, _POOLED)
+    known = (*_STATISTICS, *_MEANS, *further)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
@@ -266,7 +278,8 @@ def form_of(spec: LossSpec) -> Form:
     known_outside = {x, positive_z, scale, bias, queries, keys, *own_numbers}
     if of_positives and of_positives != BY_GUIDE:
         known_outside.add(language.positives_of_query)
-    outside = sorted(map(str, formula.free_symbols - known_outside))
+    apart = formula.xreplace({each: ONE for each in formula.atoms(*_BY_SOFTMAX)})
+    outside = sorted(map(str, apart.free_symbols - known_outside))
     if outside:
         raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
     refuse(
@@ -284,6 +297,10 @@ def form_of(spec: LossSpec) -> Form:
     )
     query_term, key_term, column = _crossed(spec, query_term, key_term, excluded)
     of_key = None if of_key is None else of_key.xreplace(column)
+    by_guide = [query_term.has(tq), key_term.has(tk)]
+    refuse((any(by_guide) and not all((*by_guide, query_term.has(r), key_term.has(c))),
+            "a mean by a guide of both sides has kernels beside log-sum-exps of both: write logsumexp_over_keys(x) and "
+            "logsumexp_over_queries(x), too"))  # fmt: skip
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     found += (_KNOWN[c],) * query_term.has(cp)
     alone = [symbol for symbol in (r, r2) if following is not None and following.has(symbol)]
@@ -443,8 +460,7 @@ def _with_statistic_of_positives(spec: LossSpec, formula: Expr, domain: Domain) 
     """The formula with `positive` for the statistic of any number of positives, and its kind; "" of one positive."""
     if spec.positives == "none":
         return _with_mean_by_guide(formula), BY_GUIDE
-    refuse((formula.has(language.mean_by_softmax), "mean_by_softmax(x, guide) has a kernel without positives alone: "
-            "write positives='none', and add the other loss by a call of its own"))  # fmt: skip
+    _check_guided_sides(spec, formula)
     of_mean = formula.atoms(language.mean_over_positives)
     if spec.positives != "id":
         refuse((of_mean, "mean_over_positives is of any number of positives: write positives='id', or positive(x)"))
@@ -473,21 +489,48 @@ def _with_statistic_of_positives(spec: LossSpec, formula: Expr, domain: Domain) 
     return left, "mean_over_positives" if of_mean else "logsumexp_over_positives"
 
 
+def _check_guided_sides(spec: LossSpec, formula: Expr) -> None:
+    """Raises LossError for means by the softmaxes of a guide beside positives, where there are no kernels for them."""
+    means = formula.atoms(*_BY_SOFTMAX)
+    if not means:
+        return
+    both = "mean_by_softmax(x, guide) in mean_over_queries and mean_by_softmax_over_queries(x, guide) in mean_over_keys"
+    of = "a mean by a guide has kernels of queries alone by positives='none', or of both sides by positives='diagonal'"
+    refuse(
+        (spec.positives != "diagonal" or {each.func for each in means} != {*_BY_SOFTMAX},
+         f"{of}: write one of these, for both sides {both}"),
+        (any(map(formula.has, _OF_ALL)),
+         "mean_of_keys(x) and mean_of_queries(x) have no kernel yet beside a mean by a guide: leave them out"),
+    )  # fmt: skip
+    _check_means_by_guide(formula, means)
+
+
+def _check_means_by_guide(formula: Expr, means: set[Expr]) -> None:
+    """Raises LossError for means by the softmax of a guide beside statistics that no kernel has there."""
+    sums = formula.atoms(*_SUMS, language.logsumexp_over_negatives)
+    others = formula.atoms(language.positive)
+    refuse(
+        (any(each.args[1] != language.guide for each in means),
+         "the second argument of mean_by_softmax has a kernel where it is `guide`: scale the guide's features instead"),
+        (any(each.args[1:] for each in sums), "where= has no kernel yet beside mean_by_softmax: leave it out"),
+        (len({each.args[0] for each in (*means, *sums, *others)}) > 1,
+         "mean_by_softmax has kernels for one logit: write the same in all statistics"),
+    )  # fmt: skip
+
+
 def _with_mean_by_guide(formula: Expr) -> Expr:
     """The formula with `positive` for the mean by the softmax of the guide."""
     means = formula.atoms(language.mean_by_softmax)
     of_positives = (language.positive, language.mean_over_positives, is_positive, language.positives_of_query)
-    sums = formula.atoms(*_SUMS, language.logsumexp_over_negatives)
     refuse(
+        (formula.has(language.mean_over_keys) or formula.has(language.mean_by_softmax_over_queries),
+         "positives='none' has kernels for queries alone: for both sides write positives='diagonal', and "
+         "mean_by_softmax_over_queries(x, guide) in mean_over_keys"),
         (any(map(formula.has, of_positives)), "positives='none' says that no key is a positive: write positives="
                                               "'diagonal', or leave positives out"),
         (not means, "positives='none' has no kernel without a mean by a guide: add mean_by_softmax(x, guide)"),
-        (any(each.args[1] != language.guide for each in means),
-         "the second argument of mean_by_softmax has a kernel where it is `guide`: scale the guide's features instead"),
-        (any(each.args[1:] for each in sums), "where= has no kernel yet beside mean_by_softmax: leave it out"),
-        (len({each.args[0] for each in (*means, *sums)}) > 1,
-         "mean_by_softmax has kernels for one logit: write the same in all statistics"),
     )  # fmt: skip
+    _check_means_by_guide(formula, means)
     return formula.xreplace({each: language.positive(each.args[0]) for each in means})
 
 
@@ -554,7 +597,7 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     if inside != logit and isinstance(statistic, (language.positive, *_SUMS)) and (times := _ratio(inside, logit)):
         return times * statistic.func(x) if isinstance(statistic, language.positive) else statistic.func(times * x)
     if not isinstance(statistic, (language.positive, *_OF_ALL)) or inside == logit:
-        return statistic.func(x, *(statistic.args[1:] if isinstance(statistic, _OF_ALL) else ()))
+        return statistic.func(x, *(statistic.args[1:] if isinstance(statistic, (*_OF_ALL, *_BY_SOFTMAX)) else ()))
     refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit: write reductions beside positive"))
     own, rest = statistic.func(x, *statistic.args[1:]), sympy.expand(inside - logit)
     refuse((isinstance(statistic, _OF_ALL) and rest.has(z),
@@ -722,6 +765,10 @@ def _terms(formula: Expr, second: dict[Expr, Symbol]) -> tuple[Expr, Expr, tuple
         if term.has(other) or term.has(x):
             words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
             raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
+        by_guide, of_other = (tq, tk) if side == "queries" else (tk, tq)
+        if term.has(of_other):
+            word, right = (_WORD_OF[each].func.__name__ for each in (of_other, by_guide))
+            raise LossError(f"{word}(x, guide) has no value in mean_over_{side}: write {right}(x, guide)")
         for number in ("weight", "state"):
             right, wrong = (f"{each}_{number}" for each in ("query", "key")[:: 1 if side == "queries" else -1])
             refuse((term.has(OWN[wrong]), f"{wrong} has no value in mean_over_{side}: write {right}"))
@@ -734,9 +781,11 @@ def _crossed(
     """F and G, and what stands for symbols of G. Where these are no sums of constant multiples of their parts, or sums
     leave out positives, or a query has a loss of its own, G of key i becomes part of F of query i, whose positive it
     is: there it is a function of cp, and of pc for p where the sum has it."""
-    linear = _is_linear(query_term, r) and _is_linear(key_term, c) and "positive" not in excluded
+    linear = _is_linear(query_term, r, tq) and _is_linear(key_term, c, tk) and "positive" not in excluded
     if key_term == 0 or (linear and spec.reduction == "mean"):
         return query_term, key_term, {}
+    refuse((key_term.has(tk), "a mean by a guide of both sides has kernels in sums of constant multiples, by "
+                              "reduction='mean': write such terms in both means"))  # fmt: skip
     once = "write mean_over_queries alone, and call it once for each direction"
     refuse(
         (not key_term.has(c), "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
@@ -764,9 +813,9 @@ def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
     return rest, factor
 
 
-def _is_linear(term: Expr, statistic: Symbol) -> bool:
-    """Whether a term is a sum of constant multiples of its statistic and the positive."""
-    return term.free_symbols <= {statistic, p} and all(diff(term, each).is_number for each in (statistic, p))
+def _is_linear(term: Expr, *statistics: Symbol) -> bool:
+    """Whether a term is a sum of constant multiples of its statistics and the positive."""
+    return term.free_symbols <= {*statistics, p} and all(diff(term, each).is_number for each in (*statistics, p))
 
 
 def _pointwise(spec: LossSpec, written: Expr, sums: list[Expr], scaled: tuple[str, ...]) -> Form:

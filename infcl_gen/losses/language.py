@@ -8,35 +8,36 @@ knows its derivative. So `formula.diff(x)` is the gradient of the whole loss by 
 form exp(x_ij - r_i). `of_positive` has none: it changes with the pairs of another row. logsumexp_over_all_positives
 changes the terms of other queries, too: `derive` adds them up.
 
-| written                              | one value per | means                                                        |
-|--------------------------------------|---------------|--------------------------------------------------------------|
-| `z`, or `similarity(...)`            | pair          | q_i . k_j (or of other sides, or of a prefix of D)           |
-| `guide`                              | pair          | y_ij = u_i . v_j, of features that the caller's guide gives  |
-| `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
-| `logsumexp_over_keys(x, where=w)`    | query         | r_i = log sum_j w_ij exp(x_ij); without `where` w is 1       |
-| `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
-| `logsumexp_over_negatives(x)`        | query         | h_i = log sum_l exp(x) of the query and its own negatives    |
-| `positive(x)`                        | query or key  | x at the positive                                            |
-| `of_positive(e)`                     | query         | that of its positive, or of all: c, or r of rows in pairs    |
-| `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
-| `mean_of_keys(x, weight=w)`          | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1      |
-| `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
-| `mean_by_softmax(x, guide)`          | query         | sum_j t_ij x_ij, t the softmax over keys of a guide's y_ij   |
-| `logsumexp_over_all_positives(e)`    | loss          | log sum_i exp(e_i) over all queries, e of their positives    |
-| `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
-| `mean_over_keys(e)`                  | loss          | 1/N sum_j e_j                                                |
-| `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
-| `exp`, `log`, `tanh`                 | as they come  | the usual functions                                          |
-| `softplus`, `sigmoid`, `step`        | as they come  | evaluated stably; step(u) is 1 where u > 0, else 0           |
-| `maximum(u, v)`                      | as they come  | the larger one; where they are equal it changes as v does    |
-| `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
-| `queries`, `keys`                    | number        | M and N                                                      |
-| `positives_of_query`                 | query         | the number of a query's positives                            |
-| `query_weight`, `key_weight`         | query, key    | the caller's weights, each in the mean over its side         |
-| `query_scale`, `key_scale`           | query, key    | the caller's factors of `z`: 1 / temperature of a sample     |
-| `query_state`, `key_state`           | query, key    | the caller's state of each, without gradient                 |
-| `next_state(e)`                      | query, key    | e without its gradient, which becomes the state              |
-| `detach(e)`                          | as it comes   | e, whose derivative is 0                                     |
+| written                                  | one value per | means                                                   |
+|------------------------------------------|---------------|---------------------------------------------------------|
+| `z`, or `similarity(...)`                | pair          | q_i . k_j (or of other sides, or of a prefix of D)      |
+| `guide`                                  | pair          | y_ij = u_i . v_j, of features of the caller's guide     |
+| `is_positive`, `is_self`, `same_id`      | pair          | 1 or 0: which pairs are positive, one sample, of one id |
+| `logsumexp_over_keys(x, where=w)`        | query         | r_i = log sum_j w_ij exp(x_ij); without `where` w is 1  |
+| `logsumexp_over_queries(x, where=w)`     | key           | c_j = log sum_i w_ij exp(x_ij)                          |
+| `logsumexp_over_negatives(x)`            | query         | h_i = log sum_l exp(x) of a query and its own negatives |
+| `positive(x)`                            | query or key  | x at the positive                                       |
+| `of_positive(e)`                         | query         | that of its positive, or of all: c, r of rows in pairs  |
+| `mean_over_positives(x)`                 | query         | mean of x over a query's positives                      |
+| `mean_of_keys(x, weight=w)`              | query         | sum_j w_ij x_ij / sum_j w_ij over all keys; else w is 1 |
+| `mean_of_queries(x)`                     | key           | mean of x over all queries                              |
+| `mean_by_softmax(x, guide)`              | query         | sum_j t_ij x_ij, t a guide's softmax over keys of y_ij  |
+| `mean_by_softmax_over_queries(x, guide)` | key           | sum_i t_ij x_ij, t that softmax over queries            |
+| `logsumexp_over_all_positives(e)`        | loss          | log sum_i exp(e_i) over queries, e of their positives   |
+| `mean_over_queries(e)`                   | loss          | 1/M sum_i e_i                                           |
+| `mean_over_keys(e)`                      | loss          | 1/N sum_j e_j                                           |
+| `sum_over_pairs(e)`                      | loss          | sum_ij e_ij                                             |
+| `exp`, `log`, `tanh`                     | as they come  | the usual functions                                     |
+| `softplus`, `sigmoid`, `step`            | as they come  | evaluated stably; step(u) is 1 where u > 0, else 0      |
+| `maximum(u, v)`                          | as they come  | the larger one; where they are equal it changes like v  |
+| `scale`, `bias`                          | number        | what the caller passes (learnable)                      |
+| `queries`, `keys`                        | number        | M and N                                                 |
+| `positives_of_query`                     | query         | the number of a query's positives                       |
+| `query_weight`, `key_weight`             | query, key    | the caller's weights, each in the mean over its side    |
+| `query_scale`, `key_scale`               | query, key    | the caller's factors of `z`: 1 / temperature of each    |
+| `query_state`, `key_state`               | query, key    | the caller's state of each, without gradient            |
+| `next_state(e)`                          | query, key    | e without its gradient, which becomes the state         |
+| `detach(e)`                              | as it comes   | e, whose derivative is 0                                |
 
 In `where=`, `step(guide - positive(guide))` is 1 for the pairs above their query's threshold; so it is of `z`.
 
@@ -63,11 +64,10 @@ from infcl_gen.inputs.text import parse_prefixes
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_positive", "is_self",
     "key_scale", "key_state", "key_weight", "keys", "log", "logsumexp_over_all_positives", "logsumexp_over_keys",
-    "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_of_keys",
-    "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "next_state", "of_positive",
-    "positive", "positives_of_query", "queries", "query_scale", "query_state", "query_weight", "same_id", "scale",
-    "sigmoid",
-    "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
+    "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_by_softmax_over_queries",
+    "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "next_state",
+    "of_positive", "positive", "positives_of_query", "queries", "query_scale", "query_state", "query_weight", "same_id",
+    "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
 Reduction = Literal["mean", "none"]
@@ -305,6 +305,9 @@ mean_of_queries = _opaque("mean_of_queries", lambda f, x: 1 / queries)
 mean_by_softmax = _opaque(
     "mean_by_softmax", lambda f, x: sympy.exp(f.args[1] - logsumexp_over_keys(f.args[1])), nargs=(2,)
 )
+mean_by_softmax_over_queries = _opaque(
+    "mean_by_softmax_over_queries", lambda f, x: sympy.exp(f.args[1] - logsumexp_over_queries(f.args[1])), nargs=(2,)
+)
 mean_over_queries = _opaque("mean_over_queries", lambda f, e: 1 / queries)
 mean_over_keys = _opaque("mean_over_keys", lambda f, e: 1 / keys)
 sum_over_pairs = _opaque("sum_over_pairs", lambda f, e: 1)
@@ -370,6 +373,7 @@ LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (
     logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, of_positive,
     logsumexp_over_all_positives, mean_over_positives, mean_of_keys, mean_of_queries, mean_by_softmax,
+    mean_by_softmax_over_queries,
 )  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function

@@ -13,7 +13,7 @@ from infcl_gen.losses import language
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import STATES, left_out
 from infcl_gen.losses.language import bias, scale, z
-from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
+from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, tk, tq, x
 from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
 
 # Other symbols are named by their LaTeX.
@@ -22,7 +22,7 @@ _NAMES = {
     "state": "y_i", "next_state": "y'_i", "r2": "r'_i", "rp": r"r_{\ell_i}", "cp": "C_i", "pc": "p_i", "uk": "u'_i",
     "statek": r"\bar y_i", "next_statek": r"\bar y'_i",
     "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N", "positives_of_query": "n_i",
-    "pooled": "E", "pooled_slope": "S",
+    "pooled": "E", "pooled_slope": "S", "tq": r"\tau_i", "tk": r"\tau'_j",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -36,6 +36,8 @@ _OF_SCALES = {
 }
 _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
 _BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{il}}}"
+_GUIDE = r"\quad y_{ij} = u_i \cdot v_j"
+_OF_COLUMNS_BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{lj}}}"
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
 _KEY_FACTOR = rf"\eta_j = \sum_{{{_SAME_ID}}} \alpha_i e^{{- C_i}}"
@@ -128,7 +130,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
 
 def _statistic_of_positives(derivation: Derivation) -> str:
     if derivation.form.guided:
-        return rf"p_i = \sum_j {_BY_GUIDE} x_{{ij}}, \quad y_{{ij}} = u_i \cdot v_j"
+        return rf"p_i = \sum_j {_BY_GUIDE} x_{{ij}}, {_GUIDE}"
     others = r" \\ j \ne i" if derivation.traits.triangle else ""
     below = rf"\sum_{{\substack{{{_SAME_ID}{others}}}}}" if others else rf"\sum_{{{_SAME_ID}}}"
     number = rf"\quad n_i = {below} 1, \quad a_i = b_i = 0 \text{{ where }} n_i = 0"
@@ -184,6 +186,10 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
             found["partners"] = r"\ell_{\ell_i} = i"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
+    if derivation.form.guided_sides:
+        found["guide_softmaxes"] = rf"\pi_{{ij}} = {_BY_GUIDE}, \quad \pi'_{{ij}} = {_OF_COLUMNS_BY_GUIDE}, {_GUIDE}"
+        found["guided_queries"] = r"\tau_i = \sum_j \pi_{ij} x_{ij}"
+        found["guided_keys"] = r"\tau'_j = \sum_i \pi'_{ij} x_{ij}"
     if derivation.form.crossed:
         found["column_statistic"] = (
             rf"C_i = \log \sum_{{{_SAME_ID}}} e^{{c_j}}" if derivation.form.several else "C_i = c_i"
@@ -251,6 +257,8 @@ def _gradient(derivation: Derivation) -> str:
             diff(form.query_term, r) * kept * sympy.exp(x - r),
             diff(form.key_term, c) * kept * sympy.exp(x - c),
             diff(form.query_term + form.key_term, p) * placed,
+            diff(form.query_term, tq) * Symbol(r"\pi_{ij}", real=True),
+            diff(form.key_term, tk) * Symbol(r"\pi'_{ij}", real=True),
         )
         return rf"\frac{{1}}{{M}} {_bracketed([*(_text(part) for part in parts if part != 0), *of_means])}"
     cases = [(positive, slopes.positive)] if traits.placed and slopes.positive != slopes.other else []

@@ -24,15 +24,16 @@ from infcl_gen.losses.language import LossError
 # caller's weight, h = logsumexp over its own negatives, and state what the caller keeps of it, which next_state takes
 # the place of. m is the mean of a query's logits, and d that of a key's. r2 is as r, of a constant multiple of x; rp
 # is r of the row that is the positive, and cp is c of the key that is, of which uk is the caller's weight and statek
-# the state, and pc is p as the sum of its column has it. Of the whole batch pooled = logsumexp over the positives of
-# all queries, and pooled_slope follows from the terms' slopes by it.
+# the state, and pc is p as the sum of its column has it. tq is the mean of a query's logits by the softmax over keys of
+# its guide, and tk that of a key's by the softmax over queries. Of the whole batch pooled = logsumexp over the
+# positives of all queries, and pooled_slope follows from the terms' slopes by it.
 _LETTERS = (
     "x", "r", "c", "p", "positive_z", "u", "h", "state", "next_state", "m", "d", "r2", "rp", "cp", "pc", "uk",
-    "statek", "next_statek", "pooled", "pooled_slope",
+    "statek", "next_statek", "tq", "tk", "pooled", "pooled_slope",
 )  # fmt: skip
 _OWN = tuple(Symbol(each, real=True) for each in _LETTERS)
 (
-    x, r, c, p, positive_z, u, h, state, next_state, m, d, r2, rp, cp, pc, uk, statek, next_statek, pooled,
+    x, r, c, p, positive_z, u, h, state, next_state, m, d, r2, rp, cp, pc, uk, statek, next_statek, tq, tk, pooled,
     pooled_slope,
 ) = _OWN  # fmt: skip
 

@@ -51,6 +51,8 @@ _PAIR = {
     "uk": "uk_i",
     "statek": "statek_i",
     "next_statek": "nextk_i",
+    "tq": "tq_i",
+    "tk": "tk_j",
     "pooled": "E",
     "pooled_slope": "S",
     "queries": "M",
@@ -59,6 +61,7 @@ _PAIR = {
 }
 _SCALE_OF = {"query_scale": "query_scale_i", "key_scale": "key_scale_j"}
 _WEIGHT = "\nWEIGHT = {}, {}  # key j has the weight a + b * y_ij in it, for these a and b"
+_GUIDE_SHARES = "\nGUIDE_SHARES = {}  # of the guide's softmaxes over keys, and over queries, in M * dL/dx_ij"
 _THRESHOLD = "\nTHRESHOLD = {}, {}  # of a query: a times the similarity of its positive, plus b, for these a and b"
 _KEY_FACTOR = "U_j = sum_i ac_i * exp(-C_i) over the queries i of which j is a positive"
 _NOT_ITSELF = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
@@ -68,6 +71,8 @@ _STATISTICS_OF_POSITIVES = {
     "mean_by_guide": "(torch.softmax(y, dim=1) * x).sum(dim=1)",
     "logsumexp_over_positives": 'torch.logsumexp(x.masked_fill(~same_id & found[:, None], float("-inf")), dim=1)',
 }
+_SOFTMAXES = ("exp(y_ij - log sum_l exp(y_il))", "exp(y_ij - log sum_l exp(y_lj))")  # of a guide, over keys and queries
+_BOTH_SOFTMAXES = f"t_ij = {_SOFTMAXES[0]}, s_ij = {_SOFTMAXES[1]}, y_ij = u_i . v_j"
 
 _COLUMNS_OF_ID = 'torch.logsumexp(c.expand_as(x).masked_fill(~same_id & found[:, None], float("-inf")), dim=1)'
 _ABOUT_LABELS = {
@@ -129,7 +134,7 @@ def formulas_of(derivation: Derivation) -> Mapping[str, str]:
         "diagonal": "p_i = x_ii",
         "label": "p_i = x_ij where j = labels[i]",
         "id": "the positives of query i are the keys of its id, id_j = id_i",
-        "none": "p_i = sum_j exp(y_ij - log sum_l exp(y_il)) * x_ij, y_ij = u_i . v_j",
+        "none": f"p_i = sum_j {_SOFTMAXES[0]} * x_ij, y_ij = u_i . v_j",
     }
     if derivation.spec.positives == "id" and derivation.form.several:
         positive["id"] = _positives_of_id(derivation)
@@ -230,6 +235,10 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found |= _second_statistic(derivation, "sum_j " + "w_ij * " * bool(excluded))
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
+    if derivation.form.guided_sides:
+        found["guide_softmaxes"] = _BOTH_SOFTMAXES
+        found["guided_queries"] = "tq_i = sum_j t_ij * x_ij"
+        found["guided_keys"] = "tk_j = sum_i s_ij * x_ij"
     if derivation.form.crossed:
         found["column_statistic"] = _COLUMNS[derivation.form.several]
     of_queries, of_keys = derivation.form.of_means
@@ -318,7 +327,7 @@ def _gradient(derivation: Derivation) -> str:
             of_each = "b_i * exp(x_ij - p_i)" if derivation.traits.softmax_of_positives else "b_i / n_i"
             at_positives = f"{of_each} * [id_j = id_i]"
         if derivation.form.guided:
-            at_positives = "b_i * exp(y_ij - log sum_l exp(y_il))"
+            at_positives = f"b_i * {_SOFTMAXES[0]}"
         second = ""
         if derivation.form.second:
             second = f"a2_i * {mask}exp({display(derivation.form.multiple * x, _PAIR)} - r2_i) + "
@@ -329,6 +338,7 @@ def _gradient(derivation: Derivation) -> str:
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
         f"{mask}exp(x_ij - c_j)": derivation.key_share * derivation.has_keys,
         "[j = positive(i)]": derivation.positive_share,
+        **dict(zip(("t_ij", "s_ij"), derivation.guide_shares, strict=True)),
     }
     g = ""
     for text, share in shares.items():
@@ -403,6 +413,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("cp", form.formula.has(cp), _COLUMNS_OF_ID if several else "c"),
         ("p", p in read and not form.several, at_positives.format("x")),
+        ("tq", form.guided_sides, _STATISTICS_OF_POSITIVES["mean_by_guide"]),
+        ("tk", form.guided_sides, "(torch.softmax(y, dim=0) * x).sum(dim=0)"),
         ("o", form.weight, "WEIGHT[0] + WEIGHT[1] * y"),
         ("m", form.formula.has(m), "(x * o).sum(1) / o.sum(1)" if form.weight else "x.mean(1)"),
         ("d", form.formula.has(d), "x.mean(0)"),
@@ -427,7 +439,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "paired": traits.paired,
         "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
         "legend_of_counts": ("M     number of rows" if triangle else "M, N  numbers of queries and keys")
-        + "".join(_ABOUT_STATES[keyword] for keyword in form.following),
+        + "".join(_ABOUT_STATES[keyword] for keyword in form.following)
+        + "\n    tq_i, tk_j   means of a query's and of a key's logits by the softmax of the guide" * form.guided_sides,
         "own_side": traits.sides[0],
         "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L"
@@ -439,6 +452,9 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed
         + "p_i   of its n_i positives                    " * several
         + "p_i   mean of its logits by its guide         " * form.guided,
+        "guide_shares": _GUIDE_SHARES.format(derivation.guide_shares) * form.guided_sides,
+        "and_guided_query": ", tq: Tensor" * form.guided_sides,
+        "and_guided_key": ", tk: Tensor" * form.guided_sides,
         "about_labels": _ABOUT_PAIRS if triangle and labels else _ABOUT_LABELS[spec.positives],
         "triangle": triangle,
         "about_rest": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
@@ -527,7 +543,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     several, softmax = derivation.form.several, derivation.traits.softmax_of_positives
     guided = derivation.form.guided
     share = ("exp(x_ij - p_i)" if softmax else "1/n_i") if several else "[j = positive(i)]"
-    share = "exp(y_ij - log sum_l exp(y_il))" if guided else share + " * [id_j = id_i]" * several
+    share = _SOFTMAXES[0] if guided else share + " * [id_j = id_i]" * several
     return {
         "of_rows": repr(derivation.of_rows),
         "share_of_positives": share,

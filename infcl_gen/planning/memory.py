@@ -109,7 +109,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
         BufferTerm("query_statistics", both, (v.losses * (2 + v.positive_parts), m), _of_query(v)),
-        v.traits.has_keys and BufferTerm("key_statistics", both, (v.losses * 2, kept_keys), "c_j as a wide float"),
+        v.traits.has_keys
+        and BufferTerm("key_statistics", both, (v.traits.key_numbers, kept_keys), "c_j as a wide float"),
         *_common_terms(v),
         v.traits.per_row
         and BufferTerm(
@@ -158,6 +159,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             ),
             v.both_axes
             and (v.traits.even or not v.traits.combined)
+            and not v.traits.guided_sides
             and BufferTerm("ratios", backward, (v.losses * ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":

@@ -48,7 +48,8 @@ EFFICIENCY = {
 }
 # Kernels reach less of it whose registers hold more than z: two sums of a row, or similarities of a guide. At
 # B = 65 536, D = 768 on an H200 those of hard_negative take 13.3 and 11.5 ms, of ntxent 5.6 and 5.6; those of gist 29
-# and 30 ms, of distill 31 and 32, twice those of clip 22.
+# and 30 ms, of distill 31 and 32, twice those of clip 22. With a guide's softmaxes of both sides tiles are those of two
+# sums, and so is the estimate: their kernels are not measured yet.
 BESIDE_Z = {"second": Rational(45, 100), "guide": Rational(73, 100)}
 # What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
 # kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above.
@@ -144,7 +145,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             "first",
             flops=2 * rows * keys * W * P * share.forward * products,
             bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
-            exponentials=losses * forward_pairs * (products + v.traits.second),
+            exponentials=losses * forward_pairs * (products + v.traits.second + v.traits.guided_sides),
             efficiency=_sweep(v, "forward") * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
@@ -184,10 +185,10 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 exponentials=losses
                 * pairs
                 * fraction
-                * (sides if v.traits.combined and not v.traits.even else 1)
+                * (sides if v.traits.guided_sides or (v.traits.combined and not v.traits.even) else 1)
                 * (1 + v.traits.second + v.traits.by_guide),
                 efficiency=reached,
-                launches=2 * panels + (once if v.both_axes else 0),
+                launches=2 * panels + (once if v.both_axes and not v.traits.guided_sides else 0),
             )
         )
         if v.traits.triangle:  # half of the panels on the diagonal are read and written
@@ -210,7 +211,8 @@ def _sweep(v: Choice, kernel: str) -> Expr:
     """The fraction of the peak that "forward" or "gradient" reaches where it fills the board."""
     if v.slabs:
         return P / (P + PREFIX_END[kernel] * v.losses)
-    beside = BESIDE_Z["guide"] if v.traits.guide else BESIDE_Z["second"] if v.traits.second else 1
+    few = v.traits.second or v.traits.guided_sides
+    beside = BESIDE_Z["second"] if few else BESIDE_Z["guide"] if v.traits.guide else 1
     return EFFICIENCY["hopper " * (v.hopper_stages > 0) + kernel] * beside
 
 

@@ -105,7 +105,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             if sweep.thresholds is not None:
                 # Comparisons with NaN are false, which no loss shows.
                 sweep.queries.mantissa.add_(sweep.thresholds * 0.0)
-        ours = sweep.own_block()._replace(keys=keys)
+        ours = sweep.own_block()._replace(**({"keys": None} if keys is None else sweep.statistics_of_keys(keys)))
         if package.traits.combined and not by_rows:
             of_all = [pooled(package, ours, group)] if package.traits.pooled else []
             columns = Columns(package, ours, group, layout) if package.traits.columns_of_ids else None
@@ -376,7 +376,9 @@ def new_saved(
     guides = stash[0] if stash and package.traits.guide and ranks > 1 else 0
     return Saved(
         _new_statistics(package, q),
-        q.new_empty((2 * _losses(package), columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
+        q.new_empty(
+            (package.traits.key_numbers, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE
+        ),
         q.new_empty(stash or (0,), dtype=package.dtype),
         q.new_empty((kept_ids, 1), dtype=torch.int64),
         q.new_empty((guides, k.shape[1]), dtype=package.dtype),
@@ -452,14 +454,19 @@ class _Sweep:
     def block(
         self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None, guide_keys: Tensor | None = None
     ) -> Block:
-        keys = view(statistics, self.prefixes) if self.package.traits.has_keys else None
+        of_keys = self.statistics_of_keys(statistics) if self.package.traits.has_keys else {"keys": None}
         first = self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
         counts = sum(self.layout.rows), sum(self.layout.keys)
-        found = (self.queries, keys, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
+        found = (self.queries, None, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
         block = Block(q, k, scale, bias, self.positives, first, *found)
         guide_queries, thresholds = self.call.guide_queries, self.thresholds
-        return block._replace(guide_queries=guide_queries, guide_keys=guide_keys, thresholds=thresholds)
+        return block._replace(guide_queries=guide_queries, guide_keys=guide_keys, thresholds=thresholds, **of_keys)
+
+    def statistics_of_keys(self, statistics: Tensor) -> dict[str, Any]:
+        """The fields of a `Block` that are views of the statistics of its keys."""
+        keys = view(statistics, self.prefixes)
+        return {"keys": keys, "key_guide": statistics[-3:]} if self.package.traits.guided_sides else {"keys": keys}
 
     def own_block(self) -> Block:
         block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids, self.call.guide_keys)
@@ -535,7 +542,7 @@ def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
     return combined(traits, positive).of_scalars if traits.combined else positive.shape[-1]
 
 
-def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:
+def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor | None:
     """Sweeps all keys. Returns the statistics of this rank's keys, those of `saved` where backward reads these."""
     schedule, call, layout, saved = sweep.package.schedule, sweep.call, sweep.layout, sweep.saved
     scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
@@ -544,7 +551,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
         if sweep.means is not None:
             sweep.means.see(block.k)
         schedule.forward_block(block, scratch, fresh_queries=True, fresh_keys=True, stash=sweep.tiles)
-        return block.keys
+        return saved.of_keys if sweep.package.traits.has_keys else None
     table = _table(sweep.package, layout, gradients)
     trip = Trip(group, table, "forward", layout, _tensors(sweep, table))
     for block in sweep.visits(trip):
@@ -559,7 +566,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
     finished = trip.home("key statistics")
     if not _kept_of_all(sweep.package, table, saved.stash):  # else `finished` is a part of it
         finished = panel_columns(saved.of_keys, 0, call.k.shape[0]).copy_(finished)
-    return view(finished, sweep.prefixes)
+    return finished
 
 
 def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
@@ -801,13 +808,14 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
-            stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2 * _losses(package), total))
+            stash = k.new_empty((total, package.dim))
+            statistics = statistics.new_empty((package.traits.key_numbers, total))
             ids = ids.new_empty((total * package.traits.named, 1))
             guides = guides.new_empty((total * package.traits.guide, package.dim))
         kept = {"keys": stash, "key statistics": statistics, named: ids, "guide keys": guides}
         if package.traits.triangle or package.traits.crossed:
             del kept["key statistics"]  # each rank has those of its own keys
-        return Tensors(own, kept, dtypes, functools.partial(_merge_ranks, schedule, sweep.prefixes))
+        return Tensors(own, kept, dtypes, functools.partial(_merge_ranks, package))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
     largest = max(layout.keys)
@@ -822,10 +830,13 @@ def _kept_of_all(package: Package, table: Table, stash: Tensor) -> bool:
     return table.transport == "gather" and bool(stash.numel()) and not package.traits.crossed
 
 
-def _merge_ranks(schedule: Any, prefixes: int, parts: Tensor, sums: Tensor) -> None:
+def _merge_ranks(package: Package, parts: Tensor, sums: Tensor) -> None:
     """sums = the statistics of keys that several ranks have, `parts` (ranks, *the shape of sums)."""
+    schedule, prefixes = package.schedule, len(package.traits.slabs)
     if not prefixes:
-        schedule.merge_ranks(parts, view(sums))
+        schedule.merge_ranks(parts[:, :2], view(sums))
+        if package.traits.guided_sides:
+            schedule.merge_guides(parts[:, 2:], sums[2:])
         return
     total, of_ranks = view(sums, prefixes), parts.unflatten(1, (-1, prefixes))
     for number in range(prefixes):

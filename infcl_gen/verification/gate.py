@@ -32,7 +32,8 @@ where da, db, and the bounds on the loss's terms and on next states, are the lar
 v +- dv.
 The mean of all logits adds the rounding of means of features, (4 + 16) v of their absolute values.
 With any number of positives of shares s_ij in p, 1/n_i or exp(x_ij - p_i), s_ij db + |b| ds_ij stands for the term of
-one. A guide's softmax has the shares t_ij, wrong by the products of its features, and p by sum_j dt_ij |x_ij - p_i|.
+one. A guide's softmax has the shares t_ij, wrong by the products of its features, and p by sum_j dt_ij |x_ij - p_i|;
+with constant multiples of such means of both sides dg_ij has |guide_share| dt_ij of each.
 Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
 Of features that are multiplied by numbers of their rows all this is said of the products, which are rounded to u: w + u
 then stands for w. The gradient of the features is that of the product times the number, rounded once more.
@@ -260,7 +261,8 @@ def _error_bound(
     dz = w * products + v * z_sum
     dx = slope * dz + v * x.abs()
     of_combined = functools.partial(_of_combined, traits=traits, operand=w)
-    terms: Any = _of_pairs if pairs else of_combined if traits.combined else _of_softmaxes
+    of_softmaxes = functools.partial(_of_softmaxes, operand=w)
+    terms: Any = _of_pairs if pairs else of_combined if traits.combined else of_softmaxes
     errors = terms(mathematics, x, dx, inputs, statistics, dz)
     g, smooth, dloss, dg = errors[:4]
     if one_sided:  # what is stored and summed has the gradients of both rows of a pair
@@ -402,9 +404,11 @@ class _Errors(NamedTuple):
 
 
 def _of_softmaxes(
-    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor, operand: float
 ) -> _Errors:
     """Those of a loss of softmaxes, for logits wrong by dx."""
+    guide_shares = zip((1, 0), getattr(mathematics, "GUIDE_SHARES", ()), strict=False)
+    by_guide = [(share, *_by_guide(x, dx, inputs, statistics, operand, axis)) for axis, share in guide_shares]
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
     own_logits = x[at_positives]
     places = torch.arange(len(x), device=x.device)
@@ -425,7 +429,33 @@ def _of_softmaxes(
     g, uncancelled = probability.clone(), probability.abs()
     g[at_positives] += mathematics.POSITIVE_SHARE
     uncancelled[at_positives] += abs(mathematics.POSITIVE_SHARE)
+    for share, _, dmean, own, down in by_guide:
+        dloss += abs(share) * dmean.sum()
+        for total in (g, probability):
+            total += share * own
+        dprobability += abs(share) * down
+        uncancelled += abs(share) * own
     return _Errors(g, probability, dloss, dprobability + v * uncancelled)
+
+
+def _by_guide(
+    x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, operand: float, axis: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The mean of logits wrong by dx along `axis`, by the softmax of a guide whose products are rounded to `operand`,
+    and its error; the shares of that softmax, (M, N), and what each of them is wrong by."""
+    u, t = inputs.guide_queries, inputs.guide_keys
+    assert u is not None and t is not None
+    u, t, v = u.to(x.dtype), t.to(x.dtype), statistics.eps / 2
+    long_sum = 4 + math.sqrt(x.shape[axis]) / 8
+    y, z_sum = u @ t.T, (1 + math.sqrt(u.shape[1]) / 4) * (u.abs() @ t.abs().T)
+    s = y.logsumexp(axis, keepdim=True)
+    dy = operand * (u.square() @ t.square().T).sqrt() + v * (z_sum + y.abs() + s.abs() + long_sum)
+    dy.clamp_(max=1.0)
+    shares = (y - s).exp()
+    dshares = shares * (dy + (shares * dy).sum(axis, keepdim=True) + v) + statistics.smallest_normal
+    mean = (shares * x).sum(axis, keepdim=True)
+    dmean = (shares * (dx + v * (4 + long_sum) * x.abs())).sum(axis) + (dshares * (x - mean).abs()).sum(axis)
+    return mean.squeeze(axis), dmean, shares, dshares
 
 
 class _OfQueries:
@@ -440,7 +470,7 @@ class _OfQueries:
         self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
         traits: Traits, operand: float = 0.0,
     ) -> None:  # fmt: skip
-        self.v, self.smallest, self.operand = statistics.eps / 2, statistics.smallest_normal, operand
+        self.v, self.smallest = statistics.eps / 2, statistics.smallest_normal
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
         left_out = () if traits.several else mathematics.CLASSES
         places = torch.arange(len(x), device=x.device)
@@ -449,7 +479,7 @@ class _OfQueries:
         r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None
         if traits.by_guide:
-            p, dp = self._by_guide(x, dx, inputs)
+            p, dp, self.positive, self.dpositive = _by_guide(x, dx, inputs, statistics, operand)
             found = torch.ones_like(found)
         elif traits.several:
             _, count, p = mathematics.of_positives(x, at)
@@ -559,21 +589,6 @@ class _OfQueries:
         of_each = torch.where(at, c, -torch.inf).logsumexp(1).masked_fill(~found, 0.0)
         self.of_ids = torch.where(at, (c - of_each[:, None]).exp(), 0.0)
         return of_each, (self.of_ids * dc).sum(1) + self.v * (of_each.abs() + self.long_sum)
-
-    def _by_guide(self, x: Tensor, dx: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """p, the mean by the softmax of a guide, and its error; writes the guide's shares."""
-        u, t = inputs.guide_queries, inputs.guide_keys
-        assert u is not None and t is not None
-        u, t = u.to(x.dtype), t.to(x.dtype)
-        y, z_sum = u @ t.T, (1 + math.sqrt(u.shape[1]) / 4) * (u.abs() @ t.abs().T)
-        s = y.logsumexp(1, keepdim=True)
-        dy = self.operand * (u.square() @ t.square().T).sqrt() + self.v * (z_sum + y.abs() + s.abs() + self.long_sum)
-        dy = dy.clamp(max=1.0)
-        self.positive = (y - s).exp()
-        self.dpositive = self.positive * (dy + (self.positive * dy).sum(1, keepdim=True) + self.v) + self.smallest
-        p = (self.positive * x).sum(1)
-        own = (self.positive * (dx + self.v * (4 + self.long_sum) * x.abs())).sum(1)
-        return p, own + (self.dpositive * (x - p[:, None]).abs()).sum(1)
 
     def _of_positives(self, x: Tensor, dx: Tensor, at: Tensor, p: Tensor, softmax: bool) -> Tensor:
         """The error of p, a statistic of the positives `at`; writes their shares, which are all alike in a mean."""

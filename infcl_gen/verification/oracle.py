@@ -220,10 +220,15 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
             y = kept(x, part, at, ())
             return y.logsumexp(1), *mathematics.of_positives(x, same_id), y.logsumexp(0)
         y = kept(x, part, at, mathematics.CLASSES, above_of(mathematics, inputs, at, q, others))
-        of_multiple = () if times is None else ((times * y).logsumexp(1),)
-        return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0], *of_multiple
+        further = [] if times is None else [(times * y).logsumexp(1)]
+        if guided_sides and inputs.guide_queries is not None:
+            of_guide = inputs._replace(guide_queries=inputs.guide_queries[at]).guided(features, x.dtype)
+            assert of_guide is not None
+            of_queries, of_keys = ((of_guide.softmax(axis) * x).sum(axis) for axis in (1, 0))
+            further += [of_queries, of_guide.logsumexp(0), of_keys]
+        return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0], *further
 
-    guided = mathematics.POSITIVES == "none"
+    guided, guided_sides = mathematics.POSITIVES == "none", hasattr(mathematics, "GUIDE_SHARES")
     pairs, several = hasattr(mathematics, "pair_term"), hasattr(mathematics, "of_positives")
     times = getattr(mathematics, "MULTIPLE", None)
     split = [each.split(SLICE_ROWS) for each in (q, places, labels, *(() if ids is None else (ids,)))]
@@ -247,7 +252,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
             columns = torch.cat([_of_positives(c, each, inputs.key_ids) for each in split[3]])
         rest = numbers_of_rows(mathematics, r, p, r, factor, bias, len(q), len(others), own, n, columns=columns)
         return _gradients((mathematics.of_queries(r, p, **rest)[0] * found_any).sum() / len(q), leaves)
-    by_query, by_key, at_positive, *of_multiple = (tuple(each) for each in zip(*found, strict=True))
+    by_query, by_key, at_positive, *further = (tuple(each) for each in zip(*found, strict=True))
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
     mean_key = others.mean(0)
     if hasattr(mathematics, "WEIGHT") and inputs.guide_queries is not None and inputs.guide_keys is not None:
@@ -260,13 +265,18 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
     if hasattr(mathematics, "of_queries"):
         own = inputs.vectors(mathematics, q, factor, bias, features)
         at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
-        second = torch.cat(of_multiple[0]) if of_multiple else None
+        second = torch.cat(further[0]) if further else None
         more = None, second, r[labels] if "rp" in mathematics.OF_ROWS else None, c
         rest = numbers_of_rows(mathematics, r, p, at_positive_z, factor, bias, len(q), len(others), own, *more)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
-    loss = mathematics.query_term(r, p).sum()
+    of_query, of_key = [r, p], [c, p]
+    if guided_sides:
+        of_slices, sums, means = further
+        of_query.append(torch.cat(of_slices))
+        of_key.append((torch.stack(sums).softmax(0) * torch.stack(means)).sum(0))
+    loss = mathematics.query_term(*of_query).sum()
     if mathematics.HAS_KEYS:
-        loss = loss + mathematics.key_term(c, p).sum()
+        loss = loss + mathematics.key_term(*of_key).sum()
     return _gradients(loss / len(q) + of_all, leaves)
 
 

@@ -29,6 +29,7 @@ PROBLEMS = {
     "several": {"loss": "infonce_in"},
     "several of a triangle": {"loss": "supcon_in"},
     "guide": {"loss": "distill"},
+    "guide of both sides": {"loss": "distill_clip"},
     "thresholds": {"loss": "gist"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},

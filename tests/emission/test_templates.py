@@ -61,6 +61,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "guide": {**H200, "loss": "distill"},
     "guide, exact": {**H200, "loss": "distill", "dtype": "fp32"},
     "guide on cpu": {**H200, "loss": "distill", "device_profile": "cpu"},
+    "guide of both sides": {**H200, "loss": "distill_clip", "devices": 4, "settings": (("transport", "gather"),)},
+    "guide of both sides on cpu": {**H200, "loss": "distill_both", "device_profile": "cpu"},
     "thresholds": {**H200, "loss": "gist"},
     "thresholds, exact": {**H200, "loss": "gist", "dtype": "fp32"},
     "thresholds on cpu": {**H200, "loss": "gist", "device_profile": "cpu"},

@@ -5,6 +5,7 @@ import dataclasses
 from infcl_gen.losses import CLIP, INFONCE
 from tests.losses.combinations import COMBINATIONS, spec_of
 from tests.losses.specs import (
+    APART,
     BY_ALL,
     BY_COLUMN,
     BY_PARTNER,
@@ -28,7 +29,7 @@ angular = spec(DERIVABLE["angular_margin"].formula, "label", "angular")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
 weighed_sides, rates_of_sides, decoupled_clip = SIDES, RATES_OF_SIDES, DECOUPLED_CLIP
 rate, weighed_by_all, weighed_by_partner, weighed_by_column = RATE, BY_ALL, BY_PARTNER, BY_COLUMN
-near_and_ids = NEAR_AND_IDS
+near_and_ids, distill_apart = NEAR_AND_IDS, APART
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()
 squared_weights, hard_keys = OF_MULTIPLES.values()
 smooth, smooth_clip, smooth_rince = SMOOTH.values()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.verification.properties import Case
-from tests.kernels import checks
+from tests.kernels import checks, pieces
 from tests.kernels.packages import Made
 
 Edit = tuple[str, str, str]
@@ -71,6 +71,9 @@ TWO_SUMS_OF_A_RING = Made("panel", "hard_negative", devices=4, settings=(("trans
 MEANS_OF_ROWS, SHARES_OF_ROWS = Made("panel", "supcon_out"), Made("panel", "supcon_in")
 MEANS, SHARES = Made("panel", "infonce_out"), Made("panel", "infonce_in")
 GUIDED = Made("panel", "distill")
+GUIDED_SIDES, GUIDED_SIDES_OF_A_GATHER = (
+    Made("panel", "distill_apart", devices=n, settings=(("transport", "gather"),) * (n > 1)) for n in (1, 4)
+)
 GUIDED_IN_A_RING = Made("panel", "distill", devices=4, settings=(("transport", "ring"),))
 ABOVE, ABOVE_OF_A_RING = Made("panel", "gist"), Made("panel", "gist", devices=4, settings=(("transport", "ring"),))
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
@@ -1043,6 +1046,59 @@ BUGS: dict[str, Bug] = {
     ),
     "a guide's slope is forgotten": Bug(
         GUIDED, (("kernels.py", "(total / positive_slope)", "total"),), checks.numerics, (case(),), "dq"
+    ),
+    "absent queries have a share of a key's softmax": Bug(
+        GUIDED_SIDES,
+        (("kernels.py", 'tl.where((rows < queries)[:, None], guide_of_pairs, float("-inf"))', "guide_of_pairs + 0.0"),),
+        checks.numerics,
+        (case(),),
+        "loss|dk",
+    ),
+    "a guide's columns are those of the last rows": Bug(
+        GUIDED_SIDES,
+        (("kernels.py", "guided_columns = guided_columns * below + ", "guided_columns = "),),
+        pieces.long_strips,
+        (),
+        "loss",
+    ),
+    "positives have no share of a key's softmax": Bug(
+        GUIDED_SIDES,
+        (
+            (
+                "kernels.py",
+                "share = KEY_GUIDE_SHARE / tl.load(key_guide_sum + columns, mask=here, other=1.0)",
+                "share = 0.0",
+            ),
+        ),
+        checks.numerics,
+        (dataclasses.replace(case(), seed=3),),
+        "dk",
+    ),
+    "the mean of a key is that of a query": Bug(
+        GUIDED_SIDES,
+        (
+            (
+                "schedule.py",
+                "key_guided=block.key_guide[0], key_guide_sum",
+                "key_guided=block.positive[-3], key_guide_sum",
+            ),
+        ),
+        checks.numerics,
+        (dataclasses.replace(case(), seed=3),),
+        "loss",
+    ),
+    "a guide's sums of keys stay on their ranks": Bug(
+        GUIDED_SIDES_OF_A_GATHER,
+        (
+            (
+                "schedule.py",
+                "_merge_guided(parts.unbind(1), parts.shape[0], guide, fresh=True)",
+                "guide.copy_(parts[0])",
+            ),
+        ),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
     ),
     "keys of a guide do not travel": Bug(
         GUIDED_IN_A_RING,

@@ -59,7 +59,9 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "weighed_by_all")),
         *(
             ("panel", loss)
-            for loss in ("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill", "mil_nce_multi")
+            for loss in (
+                *("supcon_out", "supcon_in", "infonce_out", "infonce_in", "distill", "distill_apart", "mil_nce_multi"),
+            )
         ),
         *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
         *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
@@ -163,6 +165,7 @@ RANKS = [
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
+    ("panel", "distill_clip", "bf16", "gather"), ("panel", "distill_apart", "fp32", "ring"),
     ("panel", "gist", "bf16", "ring"), ("panel", "gist", "fp32", "gather"),
     ("panel", "mil_nce", "bf16", "ring"), ("panel", "weighed_by_column", "fp32", "gather"),
     ("panel", "mil_nce_multi", "bf16", "gather"), ("panel", "mil_nce_multi", "fp32", "ring"),
@@ -255,7 +258,8 @@ SELFTESTS = [
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
     ("panel", "four_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
-    ("panel", "distill", "bf16"), ("panel", "gist", "bf16"), ("panel", "mil_nce", "bf16"),
+    ("panel", "distill", "bf16"), ("panel", "distill_clip", "bf16"), ("panel", "gist", "bf16"),
+    ("panel", "mil_nce", "bf16"),
     ("panel", "mil_nce_multi", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),

@@ -9,7 +9,10 @@ from tests.kernels.packages import Made
 from tests.kernels.worker import Interpreter
 
 
-@pytest.mark.parametrize("made", [Made("panel"), Made("stash"), Made("panel", dtype="fp32", precision="exact")])
+@pytest.mark.parametrize(
+    "made",
+    [Made("panel"), Made("stash"), Made("panel", dtype="fp32", precision="exact"), Made("panel", "distill_apart")],
+)
 def test_strips_of_several_row_blocks(interpreted: Interpreter, made: Made) -> None:
     """Planted: a strip that ends a block early; the positive of a key looked up in another strip."""
     interpreted(pieces.long_strips, made)

@@ -22,6 +22,8 @@ from infcl_gen.losses.language import (
     logsumexp_over_negatives,
     logsumexp_over_queries,
     maximum,
+    mean_by_softmax,
+    mean_by_softmax_over_queries,
     mean_of_keys,
     mean_of_queries,
     mean_over_keys,
@@ -100,6 +102,14 @@ NEAR_AND_IDS = spec(
     ),
     "diagonal",
     "near_and_ids",
+)
+# Distillation in both directions, of other weights, and a tenth of CLIP's loss.
+APART = spec(
+    mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(X, guide)) / 4
+    + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax_over_queries(X, guide)) * 3 / 4
+    + CLIP.formula / 10,
+    "diagonal",
+    "distill_apart",
 )
 _WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
 _OF_BOTH, _OF_QUERIES = query_scale * key_scale * scale * z, scale * (query_scale * z + bias)
@@ -223,6 +233,8 @@ DERIVABLE = {
         )
     ),
     "near_and_ids": NEAR_AND_IDS,
+    "distill_apart": APART,
+    "distill_capped": spec(APART.formula.xreplace({X: 4 * tanh(scale * z / 4)}), "diagonal"),
     "nearer_by_guide": spec(
         mean_over_queries(
             softplus(

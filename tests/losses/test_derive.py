@@ -29,6 +29,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_queries,
     maximum,
     mean_by_softmax,
+    mean_by_softmax_over_queries,
     mean_of_keys,
     mean_of_queries,
     mean_over_keys,
@@ -111,7 +112,7 @@ def derived(
     compared: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
     """Of a loss.py: M * L, M * dL/dx, dL/dbias, what M * dL/dscale has besides a multiple of sum q . dq, and what dL/dz
-    of positives has besides. `z`: of the positives; `compared`: similarities beside thresholds."""
+    of positives has besides. `z`: of the positives; `compared`: similarities beside thresholds, or those of a guide."""
     eye = torch.eye(len(x), dtype=x.dtype)
     if hasattr(loss, "pair_term"):
         of_class = [(loss.pair_term, loss.pair_slope)]
@@ -128,7 +129,7 @@ def derived(
         return total, g, loss.dbias_factor(scale, bias) * g.sum() / len(x), loss.dscale_rest(scale, bias) * g.sum(), 0.0
     p, of_all = x.diagonal(), mean_share(loss) * x.mean() * len(x)
     x = x if same_id is None else torch.where(same_id & (eye == 0), -torch.inf, x)
-    if compared is not None:
+    if compared is not None and not hasattr(loss, "GUIDE_SHARES"):
         thresholds = loss.THRESHOLD[0] * compared.diagonal()[:, None] + loss.THRESHOLD[1]
         x = torch.where((compared > thresholds) & (eye == 0), -torch.inf, x)
     if hasattr(loss, "of_queries"):
@@ -152,10 +153,18 @@ def derived(
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
         return term.sum() + of_all, g, of_bias / len(x), of_scale + loss.dscale_rest(scale, bias) * g.sum(), through_z
     r, c = x.logsumexp(1), x.logsumexp(0)
-    total = of_all + loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
+    of_guide: list[list[Tensor]] = [[], []]
+    if hasattr(loss, "GUIDE_SHARES"):
+        assert compared is not None
+        shares = [compared.softmax(axis) for axis in (1, 0)]
+        of_guide = [[(share * x).sum(axis)] for share, axis in zip(shares, (1, 0), strict=True)]
+    total = of_all + loss.query_term(r, p, *of_guide[0]).sum()
+    total += loss.key_term(c, p, *of_guide[1]).sum() if loss.HAS_KEYS else 0.0
     g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye + mean_share(loss) / x.shape[1]
     if loss.HAS_KEYS:
         g = g + loss.KEY_SHARE * (x - c).exp()
+    if of_guide[0]:
+        g = g + sum(factor * share for factor, share in zip(loss.GUIDE_SHARES, shares, strict=True))
     return total, g, torch.tensor(loss.DBIAS, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0.0
 
 
@@ -176,7 +185,7 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     if hasattr(loss, "WEIGHT"):  # all weights alike
         ids |= dict.fromkeys(("guide_queries", "guide_keys"), torch.zeros(rows, 4))
     compared = q.detach() @ k.detach().T if "above" in loss.CLASSES else None
-    if "above_by_guide" in loss.CLASSES:
+    if "above_by_guide" in loss.CLASSES or hasattr(loss, "GUIDE_SHARES"):
         ids |= {name: x.detach().flip(1) for name, x in (("guide_queries", q), ("guide_keys", k))}
         compared = ids["guide_queries"] @ ids["guide_keys"].T
     if own:
@@ -323,7 +332,55 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "a guide beside a positive": (
         spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) - mean_by_softmax(X, guide)), "diagonal"),
-        r"mean_by_softmax\(x, guide\) has a kernel without positives alone: write positives='none'",
+        "a mean by a guide has kernels of queries alone by positives='none', or of both sides by positives='diagonal'",
+    ),
+    "a guide of keys alone": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax_over_queries(X, guide)),
+            "diagonal",
+        ),
+        r"for both sides mean_by_softmax\(x, guide\) in mean_over_queries and mean_by_softmax_over_queries\(x, guide\)",
+    ),
+    "a guide of the other side": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax_over_queries(X, guide))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax(X, guide)),
+            "diagonal",
+        ),
+        r"mean_by_softmax_over_queries\(x, guide\) has no value in mean_over_queries: write mean_by_softmax\(x",
+    ),
+    "a guide of both sides without a sum": (
+        spec(
+            mean_over_queries(-mean_by_softmax(X, guide))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax_over_queries(X, guide)),
+            "diagonal",
+        ),
+        r"write logsumexp_over_keys\(x\) and logsumexp_over_queries\(x\), too",
+    ),
+    "a guide of both sides with weights": (
+        spec(
+            mean_over_queries(query_weight * (logsumexp_over_keys(X) - mean_by_softmax(X, guide)))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax_over_queries(X, guide)),
+            "diagonal",
+        ),
+        "a mean by a guide of both sides has kernels in sums of constant multiples",
+    ),
+    "a guide of both sides with a mean of all": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(X, guide) - mean_of_keys(X))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax_over_queries(X, guide)),
+            "diagonal",
+        ),
+        "have no kernel yet beside a mean by a guide: leave them out",
+    ),
+    "a guide of both sides beside another positive": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(X, guide) - positive(z))
+            + mean_over_keys(logsumexp_over_queries(X) - mean_by_softmax_over_queries(X, guide)),
+            "diagonal",
+        ),
+        "mean_by_softmax has kernels for one logit",
     ),
     "a positive of no query": (
         spec(mean_over_queries(logsumexp_over_keys(X) - positive(X)), "none"),
@@ -343,7 +400,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
             + mean_over_keys(logsumexp_over_queries(X)),
             "none",
         ),
-        "positives='none' has no kernel yet beside mean_over_keys",
+        "positives='none' has kernels for queries alone: for both sides write positives='diagonal'",
     ),
     "a guide of another logit": (
         spec(mean_over_queries(logsumexp_over_keys(X) - mean_by_softmax(z, guide)), "none"),

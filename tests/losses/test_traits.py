@@ -7,6 +7,7 @@ from infcl_gen.runtime.traits import Traits
 from tests.losses.specs import DERIVABLE
 
 NONE, IDS = (), ("same_id",)
+GUIDED = ("logsumexp", "mean_by_guide")
 EXPECTED = {
     "clip": Traits(),
     "infonce": Traits(key_statistics=NONE, known="row", positives="label"),
@@ -118,6 +119,8 @@ EXPECTED = {
         combined=True,
         held=18,
     ),
+    "distill_both": Traits(query_statistics=GUIDED, key_statistics=GUIDED),
+    "distill_clip": Traits(query_statistics=GUIDED, key_statistics=GUIDED),
     "gist": Traits(key_statistics=NONE, known="row", classes=("above_by_guide",), strips=1),
     "near_and_ids": Traits(key_statistics=NONE, known="row", classes=("same_id", "above"), strips=1),
     "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),

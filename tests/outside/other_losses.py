@@ -27,7 +27,9 @@ SETTINGS = {  # scale and bias
     "siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0), "ntxent": (10.0, 0.0),
     "four_block": (20.0, 0.0), "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0), "supcon_out": (10.0, 0.0),
     "infonce_out": (10.0, 0.0), "decoupled_weighted": (10.0, 0.0), "gist": (20.0, 0.0),
+    "distill_both": (1 / 0.07, 0.0), "distill_clip": (1 / 0.07, 0.0),
 }  # fmt: skip
+TEACHER_SCALE = 25.0  # of the guide's similarities, where these are a teacher's
 IDS = 12  # distinct ids in a batch of a loss that leaves out pairs of one id
 TIMEOUT_S = 300.0
 NAMES = ("loss", "dq", "dk", "dscale", "dbias")
@@ -97,6 +99,19 @@ def _module(name: str) -> Any:
 def _open_clip(given: Given, name: str = "ClipLoss", **options: Any) -> Any:
     criterion = getattr(_module("open_clip.loss"), name)(rank=given.rank, world_size=given.ranks, **options)
     return criterion(*given.unit, given.scale, given.bias)
+
+
+def _distilled(given: Given) -> Any:
+    """The contrastive loss and the distillation that DistillClipLoss returns."""
+    criterion = _module("open_clip.loss").DistillClipLoss(rank=given.rank, world_size=given.ranks)
+    return criterion(*given.unit, given.scale, *guide_of(given), TEACHER_SCALE)
+
+
+def _own_distilled(given: Given, loss: str) -> Any:
+    from infcl_gen import ContrastiveLoss
+
+    u, v = guide_of(given)
+    return ContrastiveLoss(loss)(*given.unit, given.scale, guide_queries=TEACHER_SCALE * u, guide_keys=v)
 
 
 def _siglip_kernel(given: Given, name: str) -> Any:
@@ -280,6 +295,14 @@ COMPARISONS = (
             partial(_open_clip, name="SigLipLoss", dist_impl=way), ranks,
         )
         for ranks in (2, 3) for way in ("bidir", "shift", "reduce", "gather")
+    ),
+    Comparison(
+        "open_clip_torch", "open_clip.loss", "DistillClipLoss()[1]", "distill_both",
+        lambda given: _distilled(given)[1], ours=partial(_own_distilled, loss="distill_both"),
+    ),
+    Comparison(
+        "open_clip_torch", "open_clip.loss", "sum(DistillClipLoss())", "distill_clip",
+        lambda given: sum(_distilled(given)), ours=partial(_own_distilled, loss="distill_clip"),
     ),
     *(
         Comparison(

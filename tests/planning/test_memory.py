@@ -66,6 +66,8 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "infonce_out", "frozen": "key"},
         {"batch_size": 1000, "dim": 256, "dtype": "fp32", "loss": "distill"},
         {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "gist"},
+        {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "distill_clip"},
+        {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "distill_both"},
         {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "mil_nce"},
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp32", "loss": "mil_nce_multi"},
         {"batch_size": 2000, "keys": 3000, "dim": 64, "dtype": "bf16", "loss": "distill"},
@@ -88,7 +90,7 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out", "_multi")) else {}
     if ids and k is not None:
         ids["key_ids"] = torch.arange(keys) // 3
-    if loss in ("distill", "gist"):
+    if loss.startswith("distill") or loss == "gist":
         ids = {name: x.detach() for name, x in (("guide_queries", q), ("guide_keys", k))}
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale, **ids).backward())

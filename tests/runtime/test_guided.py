@@ -18,6 +18,7 @@ from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.worker import averaged
+from tests.losses.specs import APART, DERIVABLE
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
 from tests.runtime.test_triangle import DIM, features
@@ -26,10 +27,14 @@ from tests.verification.dense import dense
 FACTORS = (1e-3, 3.0, 60.0)  # of a guide's features: its similarities are all alike, apart, or up to some thousands
 
 
+OWN_LOSSES = {"distill_apart": APART, "distill_capped": DERIVABLE["distill_capped"]}  # of both sides, as distill_clip
+
+
 @functools.cache
-def package(dtype: str = "fp64") -> ModuleType:
+def package(dtype: str = "fp64", loss: str = "distill") -> ModuleType:
     """In panels of four rows."""
-    return in_panels(infcl_gen.load(loss="distill", batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
+    spec = OWN_LOSSES.get(loss, loss)
+    return in_panels(infcl_gen.load(loss=spec, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
 
 def guides(rows: int, keys: int, factor: float, dtype: str = "fp64") -> tuple[Tensor, Tensor]:
@@ -48,7 +53,7 @@ def inputs(rows: int, factor: float, scale: float, dtype: str = "fp64", keys: in
 
 def as_defined(module: ModuleType, given: Inputs) -> None:
     """Loss and all gradients in fp64 are those of the formula by hand."""
-    found, truth = module.loss_and_grads(*given[:4], **given.given), dense("distill", *given)
+    found, truth = module.loss_and_grads(*given[:4], **given.given), dense(module.SPEC["loss"]["name"], *given)
     for name, ours, theirs in zip(truth._fields, found, truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, msg=f"{len(given.q)} rows: {name}")
 
@@ -58,15 +63,18 @@ def as_defined(module: ModuleType, given: Inputs) -> None:
 def test_it_is_the_formula_by_hand(factor: float, scale: float) -> None:
     for rows, keys in ((3, 6), (22, 25), (9, 1), (1, 9)):
         as_defined(package(), inputs(rows, factor, scale, keys=keys))
+    for rows, loss in itertools.product((1, 3, 22), ("distill_apart", "distill_both", "distill_clip")):
+        as_defined(package(loss=loss), inputs(rows, factor, scale, keys=rows))
 
 
+@pytest.mark.parametrize("loss", ["distill", "distill_apart"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_as_accurate_as_the_dtypes_allow(dtype: str) -> None:
+def test_as_accurate_as_the_dtypes_allow(dtype: str, loss: str) -> None:
     for rows, factor, scale in itertools.product((6, 22), FACTORS, (1e-3, 14.3, 1000.0)):
-        module, given = package(dtype), inputs(rows, factor, scale, dtype)
+        module, given = package(dtype, loss), inputs(rows, factor, scale, dtype, rows if loss != "distill" else None)
         judged = gate(module.loss_and_grads(*given[:4], **given.given), truth_of(module, given))
         assert not failures(judged), failures(judged)
-    assert package(dtype).selftest()["ok"]
+    assert package(dtype, loss).selftest()["ok"]
 
 
 def test_a_student_that_agrees_has_no_gradient_and_the_entropy_of_its_teacher() -> None:
@@ -78,22 +86,50 @@ def test_a_student_that_agrees_has_no_gradient_and_the_entropy_of_its_teacher() 
         assert float(gradient.norm()) < 1e-12
 
 
-def test_both_directions_are_openclips_term() -> None:
-    """By two calls, the second with all sides exchanged; `DistillClipLoss.dist_loss` written out."""
+def test_both_directions_are_those_of_two_calls() -> None:
+    """The second call has all sides exchanged."""
     given = inputs(22, 3.0, 14.3, keys=22)
     q, k = (x.clone().requires_grad_() for x in given[:2])
     u, v = given.guide_queries, given.guide_keys
     call = functools.partial(package().contrastive_loss, scale=14.3)
-    first = call(q, k, guide_queries=u, guide_keys=v)
-    ours = (first + call(k, q, guide_queries=v, guide_keys=u)) / 2
-    student, teacher = 14.3 * q @ k.T, u @ v.T
-    theirs = sum(
-        -(t.softmax(1) * s.log_softmax(1)).sum(1).mean() for s, t in ((student, teacher), (student.T, teacher.T))
-    )
-    torch.testing.assert_close(ours, theirs / 2)
-    found, expected = (torch.autograd.grad(each, (q, k), retain_graph=True) for each in (ours, theirs / 2))
-    for a, b in zip(found, expected, strict=True):
+    two = (call(q, k, guide_queries=u, guide_keys=v) + call(k, q, guide_queries=v, guide_keys=u)) / 2
+    one = package(loss="distill_both").contrastive_loss(q, k, 14.3, guide_queries=u, guide_keys=v)
+    torch.testing.assert_close(one, two)
+    for a, b in zip(*(torch.autograd.grad(each, (q, k)) for each in (one, two)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_it_has_what_distill_clip_loss_returns() -> None:
+    """OpenCLIP 3.3's `DistillClipLoss`: the contrastive loss, then the distillation, each a mean of both directions."""
+    given = inputs(22, 3.0, 14.3, keys=22)
+    call = {"guide_queries": given.guide_queries, "guide_keys": given.guide_keys}
+    student, teacher = 14.3 * given.q @ given.k.T, given.guide_queries @ given.guide_keys.T
+    sides = (student, teacher), (student.T, teacher.T)
+    contrastive = sum(torch.nn.functional.cross_entropy(s, torch.arange(22)) for s, _ in sides) / 2
+    distilled = sum(-(t.softmax(1) * s.log_softmax(1)).sum(1).mean() for s, t in sides) / 2
+    both, whole = (
+        package(loss=loss).contrastive_loss(*given[:2], 14.3, **call) for loss in ("distill_both", "distill_clip")
+    )
+    torch.testing.assert_close(both, distilled)
+    torch.testing.assert_close(whole, contrastive + distilled)
+
+
+def test_a_student_that_agrees_has_no_gradient_on_either_side() -> None:
+    q, k = features(22, "fp64"), features(22, "fp64").flip(0)
+    module = package(loss="distill_both")
+    _, dq, dk, dscale, _ = module.loss_and_grads(q, k, 14.3, guide_queries=14.3 * q, guide_keys=k)
+    for gradient in (dq, dk, dscale):
+        assert float(gradient.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("which", ["q", "k", "guide_queries", "guide_keys"])
+def test_what_is_not_finite_reaches_both_sides(which: str) -> None:
+    given = inputs(22, 3.0, 14.3, keys=22)
+    spoilt = getattr(given, which).clone()
+    spoilt[5, 3] = torch.nan
+    given = given._replace(**{which: spoilt})
+    for result in package(loss="distill_clip").loss_and_grads(*given[:4], **given.given):
+        assert result.isnan().all()
 
 
 @pytest.mark.parametrize("which", ["q", "k", "guide_queries", "guide_keys"])
@@ -110,8 +146,8 @@ def test_what_is_not_finite_stays_so(which: str) -> None:
 @pytest.mark.parametrize(("transport", "keeps"), [("ring", False), ("ring", True), ("gather", False)])
 def test_over_ranks(transport: str, keeps: bool) -> None:
     """Uneven and empty ranks: the average of their results is the formula by hand; autograd has the same gradient."""
-    for shards in SHARDS:
-        over_ranks(package(), transport, keeps, shards)
+    for shards, loss in itertools.product(SHARDS, ("distill", "distill_apart")):
+        over_ranks(package(loss=loss), transport, keeps, shards)
 
 
 def over_ranks(module: ModuleType, transport: str, keeps: bool, shards: list[int]) -> None:
@@ -131,17 +167,18 @@ def over_ranks(module: ModuleType, transport: str, keeps: bool, shards: list[int
 
     found = averaged(World(module, world, tables={world: table}, seed=rows).run(job))
     order = torch.cat([torch.arange(rows)[slice(*from_behind[rank : rank + 2])] for rank in range(world)])
-    truth = dense("distill", *whole._replace(k=whole.k[order], guide_keys=whole.guide_keys[order]))
+    truth = dense(module.SPEC["loss"]["name"], *whole._replace(k=whole.k[order], guide_keys=whole.guide_keys[order]))
     for name, ours, theirs in zip(truth._fields, found, truth, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=f"{shards}: {name}")
 
 
-def test_ways_of_calling_agree() -> None:
+@pytest.mark.parametrize("name", ["distill", "distill_clip"])
+def test_ways_of_calling_agree(name: str) -> None:
     """The module, the loss without sizes, a compiled call, guides of any stride, and a frozen side."""
-    given, module = inputs(22, 3.0, 14.3, "fp32"), package("fp32")
+    given, module = inputs(22, 3.0, 14.3, "fp32", keys=22), package("fp32", name)
     loss, dq, *_ = module.loss_and_grads(*given[:4], **given.given)
     assert torch.equal(loss, module.ContrastiveLoss()(*given[:4], **given.given))
-    torch.testing.assert_close(loss, infcl_gen.ContrastiveLoss("distill")(*given[:4], **given.given))
+    torch.testing.assert_close(loss, infcl_gen.ContrastiveLoss(name)(*given[:4], **given.given))
     strided = {name: torch.stack([x, x], 2)[:, :, 0] for name, x in given.given.items() if x is not None}
     torch.testing.assert_close(loss, module.contrastive_loss(*given[:4], **strided))  # of another kernel of BLAS
     leaf = given.q.clone().requires_grad_()
@@ -207,13 +244,32 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert not failures(judged), failures(judged)
 
 
+def test_a_logit_that_is_not_affine() -> None:
+    """A quarter of one direction, three quarters of the other, and a tenth of CLIP's loss, of capped logits."""
+    given = inputs(22, 3.0, 14.3, keys=22)
+    q, k = (x.clone().requires_grad_() for x in given[:2])
+    x, y = 4 * torch.tanh(14.3 * (q @ k.T) / 4), given.guide_queries @ given.guide_keys.T
+    truth = sum(
+        torch.nn.functional.cross_entropy(s, torch.arange(22)) / 20 - w * (t.softmax(1) * s.log_softmax(1)).sum() / 22
+        for w, s, t in ((0.25, x, y), (0.75, x.T, y.T))
+    )
+    loss, dq, dk, *_ = package(loss="distill_capped").loss_and_grads(*given[:2], 14.3, **given.given)
+    torch.testing.assert_close(loss, truth.detach())
+    for ours, theirs in zip((dq, dk), torch.autograd.grad(truth, (q, k)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    own = inputs(22, 3.0, 14.3, "fp32", keys=22)
+    module = package("fp32", "distill_capped")
+    judged = gate(module.loss_and_grads(*own[:4], **own.given), truth_of(module, own))
+    assert not failures(judged), failures(judged)
+
+
 # What is replaced in the schedule by what.
 BUGS = {
     "sums of a guide are not cleared": ("block.positive[:2].zero_()", "block.positive[:2].fill_(1)"),
     "the last panel decides the mean": ("mul_(share)", "mul_(1.0)"),
-    "the mean is not divided": (".sum(1).div_(total)", ".sum(1)"),
-    "panels of a guide have one exponent": ("exponent - sums.exponent", "0 * exponent"),
-    "logits of the guide are of base e": ("y.mul_(LOG2E), t)", "y, t)"),
+    "the mean is not divided": (".sum(axis).div_(total)", ".sum(axis)"),
+    "panels of a guide have one exponent": ("reference - exponent", "0 * exponent"),
+    "logits of the guide are of base e": ("y.mul_(LOG2E), t, 1)", "y, t, 1)"),
     "the guide has no gradient": ("g += t.div_", "t.div_"),
     "a guide's softmax has no sum": ("g += t.div_(part.positive[0, :, None])", "g -= t"),
     "keys of the guide are the first ones": (
@@ -223,9 +279,30 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+OF_BOTH_SIDES = {
+    "sums of keys are not cleared": ("block.key_guide.zero_()", "block.key_guide.fill_(1)"),
+    "means are of the first keys": ("part.key_guide, x2", "block.key_guide[:, : len(part.k)], x2"),
+    "sides have each other's shares": ("zip(sides, formulas.GUIDE_SHARES)", "zip(sides, formulas.GUIDE_SHARES[::-1])"),
+    "keys have no mean in the loss": ("block.key_guide[0, panel]", "0 * block.key_guide[0, panel]"),
+    "positives have no share of the guide": ("add_shares_(g, y.mul_(LOG2E), t, part)", """\
+kept = g[row, column].clone()
+            add_shares_(g, y.mul_(LOG2E), t, part)
+            g[row, column] = kept"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", [*BUGS, *OF_BOTH_SIDES])
 def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
-    wrong = in_panels(with_bug(package(), bug, *BUGS[bug]))
+    both = bug in OF_BOTH_SIDES
+    good = package(loss="distill_apart") if both else package()
+    wrong = in_panels(with_bug(good, bug, *(BUGS | OF_BOTH_SIDES)[bug]))
     with pytest.raises(AssertionError):
         for factor, scale in itertools.product(FACTORS, (2.0, 14.3)):
-            as_defined(wrong, inputs(22, factor, scale))
+            as_defined(wrong, inputs(22, factor, scale, keys=22 if both else None))
+
+
+def test_a_gather_without_the_means_of_other_ranks_is_noticed(with_bug: Callable[..., ModuleType]) -> None:
+    edit = "mean.copy_(shares.mul_(means).sum(0))", "mean.copy_(means[0])"
+    wrong = in_panels(with_bug(package(loss="distill_apart"), "one rank", *edit))
+    with pytest.raises(AssertionError):
+        over_ranks(wrong, "gather", False, [7, 6, 9])

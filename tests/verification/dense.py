@@ -15,6 +15,12 @@ from infcl_gen.files import template_folder
 from infcl_gen.losses import LossSpec, derive, loss_context
 from infcl_gen.verification.oracle import LossAndGrads
 
+# What multiplies the cross-entropies of queries and of keys against a teacher, and CLIP's loss.
+DISTILLED = {
+    "distill": (1.0, 0.0, 0.0), "distill_both": (0.5, 0.5, 0.0), "distill_clip": (0.5, 0.5, 1.0),
+    "distill_apart": (0.25, 0.75, 0.1),
+}  # fmt: skip
+
 
 def dense_loss(
     name: str,
@@ -54,18 +60,19 @@ def dense_loss(
     the fourth root of the sum of e^(x/2) over that of e^x). "weighed_by_all" weighs r + r2/2 - 2p, of the sums of e^x
     and e^(2x), by the caller's weight, times 2 - e^(z + p/3) over the mean of these of all positives, and adds r.
     "distill" is the first cross-entropy of OpenCLIP's `DistillClipLoss.dist_loss`, with the guide's similarities as the
-    teacher's logits. "sogclr" is one direction of arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times
-    the temperature; "sogclr_clip" is the sum of both. Losses of one side follow in `_dense_of_rows`, those with any
-    number of positives in `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key,
-    are multiplied by numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the
-    mean of that and infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 -
-    0.2 u_i . v_j.
+    teacher's logits; "distill_both" is the mean of both, and "distill_clip" adds that class's contrastive loss.
+    "distill_apart" is a quarter of the first, three quarters of the second, and a tenth of CLIP's loss. "sogclr" is one
+    direction of arXiv 2407.01445 with gamma = 0.9: g / (u + eps) of each query, times the temperature; "sogclr_clip" is
+    the sum of both. Losses of one side follow in `_dense_of_rows`, those with any number of positives in
+    `_dense_of_ids`. "tempered_" before a name: the similarities of each query, and of each key, are multiplied by
+    numbers of their own. "cwcl" is the loss of arXiv 2309.14580 in one direction, "cwcl_both" the mean of that and
+    infonce of keys; "cwcl_rince" is rince with 0.6 of the mean that cwcl has, whose weights are 0.7 - 0.2 u_i . v_j.
     "mil_nce" is the objective of arXiv 1912.06430 with one candidate of each clip: its pair, and its negatives, which
     are the other captions of its clip and the other clips of its caption. "mil_nce_multi" is the same with any number
     of candidates of a clip, the captions of its id. "weighed_by_column" weighs log(1 + e^(r - p)), r of a query's other
     keys, by the logistic function of c - p, c of its key's other queries, and adds a quarter of log(1 + e^(c - p)).
-    "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of
-    sentence-transformers.
+    "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of sentence-
+    transformers.
     """
     if query_scale is not None:
         q, name = query_scale.to(q)[:, None] * q, name.removeprefix("tempered_")
@@ -81,10 +88,17 @@ def dense_loss(
         return _dense_of_ids(name[-3:], scale * (q @ k.T) + bias, same_id, torch.ones_like(same_id))
     if k is None:
         return _dense_of_rows(name, q @ q.T, scale, bias, labels)
-    if name == "distill":
+    if name.startswith("distill"):
         assert guide_queries is not None and guide_keys is not None
-        teacher = guide_queries.to(q) @ guide_keys.to(q).T
-        return -(teacher.softmax(dim=1) * (scale * (q @ k.T) + bias).log_softmax(dim=1)).sum(dim=1).mean(dim=0)
+        teacher, student = guide_queries.to(q) @ guide_keys.to(q).T, scale * (q @ k.T) + bias
+        of_queries, of_keys, clip = DISTILLED[name]
+        of_sides = ((of_queries, teacher, student), (of_keys, teacher.T, student.T))
+        total: Any = 0.0
+        for weight, t, s in of_sides[: 1 + (of_keys > 0)]:
+            total = total - weight * (t.softmax(dim=1) * s.log_softmax(dim=1)).sum(dim=1).mean(dim=0)
+            if clip:
+                total = total + clip * torch.nn.functional.cross_entropy(s, torch.arange(len(s), device=s.device)) / 2
+        return total
     if name == "gist":
         assert guide_queries is not None and guide_keys is not None
         terms = []

@@ -157,9 +157,10 @@ class Saved(NamedTuple):
     of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it; of a combined
                 loss what `combine` has left of them. Over P prefixes P rows of each, as of `of_keys`. Of a sum over
                 pairs `Terms`
-    of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
-                (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow.
-                With `Traits.crossed` always (2, n): sums over the factors of keys, which backward sends again
+    of_keys     statistics (2, n) of this rank's keys, or (Traits.key_numbers, n); (2, 0) if the loss has none. With
+                gradients: of a gather (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in
+                `stash` follow. With `Traits.crossed` always (2, n): sums over the factors of keys, which backward sends
+                again
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
                 if it stays in a recording (replay.py)
     ids         int64 (columns, 1) of the keys in `stash`, where keys are `named` and backward reads the stash of other
@@ -202,7 +203,10 @@ class Block(NamedTuple):
                         After `combine` first g of each positive, or that mantissa over the slope; the exponent stays.
                         With `Traits.second` the last two are the second log-sum-exp of each query. With
                         `Traits.partnered` the fourth and the fifth are first that of its positive
-                        By a guide: mantissa and exponent are those of its sum, and a mean of logits is the number
+                        By a guide: mantissa and exponent are those of its sum, and a mean of logits is the number.
+                        With `Traits.guided_sides` the last three are those of `key_guide` of each query
+    key_guide           (3, n) with `Traits.guided_sides`: what the schedule keeps of the mean of each key's logits by
+                        the softmax of its guide, and mantissa and exponent of the sum of that, merged in place; or None
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them, and the next
                         state; None if the loss has none
@@ -239,6 +243,7 @@ class Block(NamedTuple):
     guide_queries: Tensor | None = None
     guide_keys: Tensor | None = None
     thresholds: Tensor | None = None
+    key_guide: Tensor | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -275,6 +280,7 @@ class Block(NamedTuple):
             None if self.guide_queries is None else panel(self.guide_queries, row0, rows),
             None if self.guide_keys is None else panel(self.guide_keys, key0, keys),
             None if self.thresholds is None else panel(self.thresholds, row0, rows),
+            None if self.key_guide is None else panel_columns(self.key_guide, key0, keys),
         )  # fmt: skip
 
     def prefix(self, number: int, columns: int) -> Block:

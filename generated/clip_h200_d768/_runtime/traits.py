@@ -26,7 +26,8 @@ class Traits:
                       "mean_over_positives" or "logsumexp_over_positives"; with one of these they are counted, and a
                       query without adds nothing; or "mean_by_guide", its mean by the softmax of a second similarity, a
                       guide's; of a sum over pairs that is taken query by query "sum_of_terms" alone
-    key_statistics    the same of a key
+    key_statistics    the same of a key. With "mean_by_guide" of both sides these means have constant multiples, and
+                      positives may stand beside them; of queries alone that mean stands for a positive
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
                       keys of its id, of which there may be none; "none": no key
@@ -151,8 +152,9 @@ class Traits:
 
     @property
     def several(self) -> bool:
-        """Whether a query's term has a statistic of its positives, of which there may be any number, or by a guide."""
-        return self.by_guide or any(kind.endswith("_over_positives") for kind in self.query_statistics)
+        """Whether a query's term has a statistic in the place of a positive: of any number of these, or by a guide."""
+        in_place = self.by_guide and not self.guided_sides
+        return in_place or any(kind.endswith("_over_positives") for kind in self.query_statistics)
 
     @property
     def second(self) -> bool:
@@ -184,6 +186,17 @@ class Traits:
     def by_guide(self) -> bool:
         """Whether the similarities of a guide's features weigh the logits of a query."""
         return "mean_by_guide" in self.query_statistics
+
+    @property
+    def guided_sides(self) -> bool:
+        """Whether they weigh those of a key, too: then both means stand beside positives."""
+        return "mean_by_guide" in self.key_statistics
+
+    @property
+    def key_numbers(self) -> int:
+        """Numbers of each key's statistics: exponent and mantissa of a log-sum-exp, of each prefix; then by the guide
+        what the schedule keeps of a mean, and mantissa and exponent of its softmax's sum."""
+        return 2 * max(1, len(self.slabs)) + 3 * self.guided_sides
 
     @property
     def guide(self) -> bool:
