@@ -111,7 +111,7 @@ class Pool:
 
     def receive(self, rank: int) -> Any:
         if not self.pipes[rank].poll(TIMEOUT_S):
-            raise TimeoutError(f"rank {rank} hangs")
+            raise TimeoutError(f"rank {rank} hangs\n{self.log(rank)}")
         try:
             return self.pipes[rank].recv()
         except EOFError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import importlib
 import inspect
 import itertools
@@ -36,6 +37,7 @@ HIDDEN = 5
 GROUPS = (
     (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3), (3, 0, 2), (2, 3, 1, 0),
 )  # fmt: skip
+HANG_S = 50.0  # of one job; below what a test waits for an answer
 BESIDE = "INFCL_TEST_CONTROL_BESIDE"  # in the environment: pretend that the group carries no host tensors
 _groups: dict[tuple[int, ...], Any] = {}
 _device = torch.device("cpu")
@@ -89,10 +91,12 @@ def main(seat: Seat, pipe: Connection) -> None:
         if job is None:
             break
         name, arguments = job
+        faulthandler.dump_traceback_later(HANG_S)  # into the log, which the test that waits shows
         try:
             pipe.send(("ok", globals()[name](**arguments)))
         except Exception as error:
             pipe.send((type(error).__name__, str(error)))
+        faulthandler.cancel_dump_traceback_later()
     pipe.close()
     os._exit(0)  # destroy_process_group would wait for ranks that a test has killed
 
