@@ -132,6 +132,7 @@ def schedule_context(
         **(_OF_ALL_QUERIES if plan.traits.at_once else _OF_EACH_QUERY),
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
+        "inner_of_library": _WHOLE if plan.narrow_products else f"inner if g.stride(1) != 1 else {_WHOLE}",
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
         "both_axes": plan.both_axes,
@@ -236,7 +237,7 @@ def _of_prefixes(plan: Plan, weights: Sequence[float]) -> list[tuple[str, Any, s
     found = [
         ("PREFIXES", plan.traits.prefixes, "columns of the features, of which each has a loss"),
         ("WEIGHTS", tuple(weights), "of these losses in their sum"),
-        ("SLABS", f"({slabs},)", "the columns that a prefix has beyond the one before"),
+        ("SLABS", f"({slabs},)", "what a prefix adds to the one before"),
     ]
     return found if plan.slabs else []
 
@@ -251,6 +252,7 @@ def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
     return 0, "", False
 
 
+_WHOLE = "inner // LIBRARY_MULTIPLE * LIBRARY_MULTIPLE"
 _ROWS = "cdiv(min(q.shape[0], max(FORWARD_ROWS, PANEL_ROWS)), kernels.VECTOR_ROWS.value)"
 _WIDE_RANGE = "of each strip, whether its range is wide"
 _HALVES = "of the features of queries and keys"

@@ -11,6 +11,9 @@ from typing import NamedTuple
 from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.runtime.traits import Traits
 
+# Columns of a product below which the matrix library gets whole inner extents: with 32 columns and one of 4 097 an
+# H200's (cuBLAS 13.0) leaves out the last row.
+NARROW = 64
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
 
 
@@ -96,6 +99,11 @@ class Choice:
         widths = self.traits.slabs
         stops = itertools.accumulate(widths)
         return tuple(Slab(n, stop - width, stop) for n, (width, stop) in enumerate(zip(widths, stops, strict=True)))
+
+    @property
+    def narrow_products(self) -> bool:
+        """Whether products with g have less than NARROW columns, those of one slab at least."""
+        return min([self.dim, *self.traits.slabs]) < NARROW
 
     @property
     def losses(self) -> int:

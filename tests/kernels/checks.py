@@ -1042,7 +1042,8 @@ def split_products_in_parts(made: Made, device: str = "cpu") -> None:
 
 
 def library_rests(made: Made, device: str = "cpu") -> None:
-    """The matrix library gets keys in multiples of 8: sums for dk have room, and a kernel adds the rest for dq.
+    """The matrix library gets keys in multiples of 8, and of less than 64 columns queries, too: sums for dk have room,
+    and a kernel adds the rest.
 
     Without the rounding, 101 keys reach the library; with `fresh` for the rest, only the rest is left.
     """
@@ -1050,7 +1051,8 @@ def library_rests(made: Made, device: str = "cpu") -> None:
     counts = set()
 
     def addmm(total: Tensor, g: Tensor, x: Tensor, beta: int, out: Tensor, **_: torch.dtype) -> None:
-        counts.add(g.shape[1] if g.stride(1) == 1 else g.shape[0])
+        of_queries, narrow = g.stride(1) == 1, x.shape[1] < 64
+        counts.update(g.shape[of_queries : 2 if of_queries or narrow else 1])
         product = g.double() @ x.double()
         out.copy_(product + total if beta else product)
 
@@ -1058,11 +1060,11 @@ def library_rests(made: Made, device: str = "cpu") -> None:
     with legal, unittest.mock.patch.object(torch, "addmm", addmm):
         for rows in (101, 69, 5):  # sums over 5 keys are the kernel's alone
             numerics(made, Case(rows, rows, 0, scale=14.3, seed=rows), device)
-        assert not any(count % 8 for count in counts), f"{sorted(counts)} keys"
+        assert not any(count % 8 for count in counts), f"{sorted(counts)} keys or queries"
 
 
 def hopper_arguments(made: Made, device: str = "cpu") -> None:
-    """What the schedule gives hopper.py's kernels, by the names of their arguments, is what the ordinary ones take,
+    """What the schedule gives kernels for Hopper, by the names of their arguments, is what the ordinary ones take,
     which are interpreted in their place."""
     package = module(made)
     schedule: Any = package._schedule
@@ -1075,12 +1077,14 @@ def hopper_arguments(made: Made, device: str = "cpu") -> None:
             return
         seen.add(name)
         ordinary = getattr(kernels, name)
-        blocks = given.pop("maxnreg") and importlib.import_module(f"{package.__name__}.hopper")
+        blocks = given.pop("maxnreg") and importlib.import_module(kernel.__module__)
         assert set(kernel.arg_names) <= set(given), f"{kernel.__name__} lacks arguments"
-        for side in {"q", "k", "g"} & set(given):
-            assert given[side].block_shape == getattr(blocks, f"{side.upper()}_BLOCK")
+        for side in {"q", "k", "g", "g_of_slabs"} & set(given):
+            assert given[side].block_shape == getattr(blocks, f"{side[0].upper()}_BLOCK")
             given[side] = given[side].base
             given[f"{side}_row_stride"], given[f"{side}_depth_stride"] = given[side].stride()
+        if "g_of_slabs" in given:  # rows of one slab follow those of another
+            given["g"] = given.pop("g_of_slabs")
         given |= {"g_stride": given["g"].stride(0)} if "g" in given else {}
         given |= {"DESCRIPTORS": False, "WIDEN": True}
         taken = {argument: given[argument] for argument in ordinary.arg_names}

@@ -42,5 +42,7 @@ siglip_of_rows, siglip_multi_of_rows, siglip_labels_of_rows, squares_by_id_of_ro
 over = {16: 1.0, 32: 0.5, 48: 2.0}
 clip_prefixes = dataclasses.replace(CLIP, prefixes=over)
 infonce_prefixes = dataclasses.replace(INFONCE, prefixes=over)
+matryoshka = dataclasses.replace(CLIP, prefixes=(96, 192, 384, 768))
+uneven_prefixes = dataclasses.replace(CLIP, prefixes={32: 1.0, 64: 0.5, 96: 2.0, 136: 1.0})  # two end in one stage
 
 globals().update({name: spec_of(one, name) for name, one in COMBINATIONS.items()})

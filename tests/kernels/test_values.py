@@ -64,13 +64,18 @@ def test_split_products_in_parts(interpreted: Interpreter) -> None:
     interpreted(checks.split_products_in_parts, Made("panel", dtype="fp32"))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_counts_of_keys_that_the_matrix_library_is_slow_at(interpreted: Interpreter, dtype: str) -> None:
-    interpreted(checks.library_rests, Made("panel", dtype=dtype))
+@pytest.mark.parametrize(
+    "made",
+    [Made("panel"), Made("panel", dtype="fp32"), Made("panel", dim=64), Made("panel", "clip_prefixes", dim=48)],
+    ids=named,
+)
+def test_extents_that_the_matrix_library_is_slow_or_wrong_at(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.library_rests, made)
 
 
-def test_what_the_kernels_for_hopper_are_given(interpreted: Interpreter) -> None:
-    interpreted(checks.hopper_arguments, Made("panel", dim=136, rows=8192, small=False))
+@pytest.mark.parametrize("loss", ["clip", "uneven_prefixes"])
+def test_what_the_kernels_for_hopper_are_given(interpreted: Interpreter, loss: str) -> None:
+    interpreted(checks.hopper_arguments, Made("panel", loss, dim=136, rows=8192, small=False))
 
 
 @pytest.mark.parametrize("made", CPU, ids=named)
