@@ -153,7 +153,7 @@ def test_kernels_of_prefixes(loss: str, prefixes: list[int], tmp_path: Path) -> 
     how: dict[str, Any] = {"loss": loss, "dim": prefixes[-1], "prefixes": prefixes, "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", **how)
     kernels = ("references", "forward", "forward_wide", "positives", "gradient", "gradient_positives", "product")
-    kernels += ("gradient_wide",) * (loss == "clip")
+    kernels += ("gradient_wide", "forward_hopper", "gradient_hopper") * (loss == "clip")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

@@ -105,14 +105,14 @@ def test_templates_stay_small() -> None:
     queries' own numbers; 340 count and sum any number of positives, whose forward and gradient are their own on the
     CPU; 10 add the mean of all logits; 4 take factors of similarities; 70 make a second sum of each query; 36 take that
     of a row's partner; 308 are of a guide, whose sweep on the CPU and whose sums are their own, 83 of these for sums of
-    both axes; 591 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
-    each; 15 are of a number of all positives; 34 leave out pairs above a threshold; 11 have the sums of columns in a
-    query's term; 20 take weights and states of keys, and positives in these sums; 31 add up the terms of each query
-    of a sum over pairs.
+    both axes; 925 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
+    each, 334 of these on Hopper alone; 15 are of a number of all positives; 34 leave out pairs above a threshold; 11
+    have the sums of columns in a query's term; 20 take weights and states of keys, and positives in these sums; 31 add
+    up the terms of each query of a sum over pairs.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 4818 and pages <= 150
+    assert sum(lines.values()) - pages <= 5152 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -184,7 +184,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 22 833 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 22 952 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 607 for queries'
@@ -209,5 +209,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 22_833, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 22_952, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_041 and pages <= 850 and step <= 3_490

@@ -28,6 +28,7 @@ _ALL = {
     "totals": "block.queries.total", "factors": "block.queries.factor",
     "guide_sum": "block.positive[0]", "guided": "block.positive[1]", "guide_exponent": "block.positive[4]",
     "pooled_ptr": "pooled", "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
+    "g_of_slabs": "g.flatten(0, 1)",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
     "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",
@@ -213,9 +214,12 @@ def _given_to_variant(family: Family, kernel: Kernel) -> dict[str, str]:
     """What a variant takes unlike the kernel that it replaces: features, or descriptors of its own blocks."""
     found = {name: _ALL.get(name, name) for name in _DESCRIBED}
     for each in (argument for argument in kernel.arguments if argument.block):
-        sizes = ", ".join(_size(family.module, word) for word in each.block)
+        sizes = f"[{', '.join(_size(family.module, word) for word in each.block)}]"
+        name = each.block[0].removesuffix("[0]")
+        if each.block == (f"{name}[0]", f"{name}[1]"):  # a whole list
+            sizes = f"{family.module}.{name}"
         layout = f", {family.module}.{each.layout}" if each.layout else ""
-        found[each.name] = f"descriptor({each.name}, [{sizes}]{layout})"
+        found[each.name] = f"descriptor({_ALL.get(each.name, each.name)}, {sizes}{layout})"
     return found
 
 

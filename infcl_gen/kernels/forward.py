@@ -34,7 +34,7 @@ class ForwardTile(Tile):
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
         if choice.slabs:  # sums over columns for each prefix
-            return beside_prefixes(SLAB_FORWARD_BLOCKS[architecture], choice)
+            return beside_prefixes(SLAB_FORWARD_BLOCKS, architecture, choice)
         if few := few_block(architecture, choice):
             return few
         if choice.traits.masked:

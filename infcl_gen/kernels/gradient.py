@@ -1,7 +1,9 @@
 """gradient, gradient_wide, ratios, mirror, gradient_positives: the gradient g of one panel's logits."""
 
 import dataclasses
+from collections.abc import Mapping
 
+from infcl_gen.kernels import hopper_slabs
 from infcl_gen.kernels.arguments import (
     GUIDE_STRIDES,
     GUIDES,
@@ -65,7 +67,6 @@ SLAB_BLOCKS = {
     "cdna3": Block(64, 64, 32, 8, 2),
     "cdna4": Block(64, 64, 32, 8, 2),
 }
-MOST_PREFIXES = 4  # beside tiles of these sizes
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -87,7 +88,7 @@ class GradientTile(Tile):
         if few := few_block(architecture, choice):
             return few
         if choice.slabs:
-            return beside_prefixes(SLAB_BLOCKS[architecture], choice)
+            return beside_prefixes(SLAB_BLOCKS, architecture, choice)
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
@@ -98,9 +99,13 @@ class GradientTile(Tile):
         return stored.get(architecture) or super().tabulated(architecture, choice)
 
 
-def beside_prefixes(block: Block, choice: Choice) -> Block:
-    """The tile, or half of it where sums or gradients of more prefixes take its registers."""
-    return dataclasses.replace(block, keys=block.keys // (1 + (len(choice.slabs) > MOST_PREFIXES)))
+def beside_prefixes(blocks: Mapping[str, Block], architecture: str, choice: Choice) -> Block:
+    """The tile, or half of it where sums or gradients of more prefixes take its registers; on Hopper that of the
+    variant, where there is one."""
+    if hopper_slabs.here(choice):
+        return hopper_slabs.BLOCK
+    block = blocks[architecture]
+    return dataclasses.replace(block, keys=block.keys // (1 + (len(choice.slabs) > hopper_slabs.MOST_PREFIXES)))
 
 
 def few_block(architecture: str, choice: Choice) -> Block | None:

@@ -5,6 +5,7 @@ from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 
 ARCH = "sm_90"
+GLUON = "language.nvidia.hopper:tma.async_copy_global_to_shared"  # so named in Triton 3.6 and 3.7
 WARPS = 4  # of one group
 Q, K, G = (
     Argument(name, "*{operands}", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT")
@@ -48,11 +49,11 @@ FAMILY = Family(
     "hopper",
     kernels,
     ("panel",),
-    wanted=lambda choice: choice.hopper_stages > 0,
+    wanted=lambda choice: choice.hopper_stages > 0 and not choice.slabs,
     revision=1,
     file="hopper.py",
     arch=ARCH,
-    gluon="language.nvidia.hopper:tma.async_copy_global_to_shared",  # so named in Triton 3.6 and 3.7
+    gluon=GLUON,
     values=values,
     longest_strip=256,  # blocks of 128 rows: a whole panel
 )

@@ -13,7 +13,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster
 from infcl_gen.inputs.overrides import Overrides
 from infcl_gen.inputs.problem import Problem
-from infcl_gen.kernels import TILES, default_blocks, fused, hopper, tiles
+from infcl_gen.kernels import TILES, default_blocks, fused, hopper, hopper_slabs, tiles
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.losses import Derivation
 from infcl_gen.losses.printers import display
@@ -272,7 +272,7 @@ class Choices:
                 if found := TILES[changed].violations(blocks[changed], choice, profile):
                     raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
         choice = dataclasses.replace(choice, blocks=blocks)
-        return dataclasses.replace(choice, hopper_stages=hopper.stages(choice))
+        return dataclasses.replace(choice, hopper_stages=hopper.stages(choice) or hopper_slabs.stages(choice))
 
     def _product_by(self, name: str) -> str:
         wanted, target = self._settings.products, self._profile.target

@@ -52,8 +52,9 @@ EFFICIENCY = {
 # sums, and so is the estimate: their kernels are not measured yet.
 BESIDE_Z = {"second": Rational(45, 100), "guide": Rational(73, 100)}
 # What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
-# kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above.
-PREFIX_END = {"forward": 220, "gradient": 405}
+# kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above. Kernels for
+# Hopper are fitted to their share of whole steps, 67.3 ms in 1 GiB: 15.4 and 25.1.
+PREFIX_END = {"forward": 220, "gradient": 405, "hopper forward": 151, "hopper gradient": 345}
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
 COLUMN_LAUNCHES = 400  # of two sums by id: a dozen for each bit of the number of ids
 SORT_LAUNCHES = 30  # that take the time of two sorts of ids
@@ -210,7 +211,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
 def _sweep(v: Choice, kernel: str) -> Expr:
     """The fraction of the peak that "forward" or "gradient" reaches where it fills the board."""
     if v.slabs:
-        return P / (P + PREFIX_END[kernel] * v.losses)
+        return P / (P + PREFIX_END["hopper " * (v.hopper_stages > 0) + kernel] * v.losses)
     few = v.traits.second or v.traits.guided_sides
     beside = BESIDE_Z["second"] if few else BESIDE_Z["guide"] if v.traits.guide else 1
     return EFFICIENCY["hopper " * (v.hopper_stages > 0) + kernel] * beside

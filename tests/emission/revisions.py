@@ -28,6 +28,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "triangle": {**H200, "loss": "ntxent"},
     "rows": {**H200, "loss": "infonce", "set": ["strategy=rows"]},
     "prefixes": {**H200, "prefixes": "32,96"},
+    "prefixes of one side": {**H200, "loss": "infonce", "prefixes": "32,96"},
     "split": {**H200, "dtype": "fp32"},
     "exact": {**H200, "dtype": "fp32", "precision": "exact"},
 }

@@ -25,6 +25,8 @@ H200 = {"loss": "clip", "batch_size": 10007, "dim": 200, "device_profile": "h200
 PROBLEMS: dict[str, dict[str, Any]] = {
     **GOLDEN,
     "hopper": H200,
+    "hopper_slabs": {**H200, "dim": 768, "prefixes": "96,192,384,768"},
+    "prefixes of one side": {**H200, "loss": "infonce", "dim": 768, "prefixes": "96,192,384,768"},
     "fused": {**H200, "set": ["strategy=fused"]},
     "fused rows": {**H200, "loss": "infonce", "dim": 96, "set": ["strategy=fused"]},
     "fused fp16": {**H200, "dim": 256, "dtype": "fp16", "set": ["strategy=fused"]},

@@ -94,6 +94,7 @@ PACKAGES += OF_ROWS
 SMOOTH = [planned(way, "smooth_clip", "bf16", 64) for way in ("panel", "fused", "stash")]
 SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip", "fp32", 96)]
 PACKAGES += SMOOTH
+PACKAGES += [planned("panel", "matryoshka", "bf16", 768), planned("panel", "uneven_prefixes", "fp16", 136)]
 PACKAGES += [planned("rows", "cwcl", "bf16", 64), planned("panel", "cwcl", "fp32", 96)]
 
 

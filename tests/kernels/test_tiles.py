@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.kernels import LARGE, TILES, default_blocks, tiles
+from infcl_gen.kernels import LARGE, TILES, default_blocks, hopper_slabs, tiles
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.forward import keeps_keys
 from infcl_gen.kernels.hopper import stages as hopper_stages
@@ -272,6 +274,41 @@ def test_where_the_kernels_for_hopper_are() -> None:
     for dim in (192, 256):  # keys, the stages' queries, and the tiles of g that two groups store
         held = 128 * (1 + found[dim]) * dim * 2 + 128 * 128 * 2
         assert held + 1024 <= load_profile("h200").shared_bytes_per_block
+
+
+def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
+    """Of two to four prefixes of 2-byte features that descriptors address; all but the last are multiples of 32."""
+
+    def stages(*prefixes: int, board: str = "h200", rows: int = 65536, **given: Any) -> int:
+        traits = Traits(slabs=tuple(b - a for a, b in itertools.pairwise((0, *prefixes))))
+        made_for = dataclasses.replace(special("panel", prefixes[-1]), arch=load_profile(board).arch, traits=traits)
+        made_for = dataclasses.replace(made_for, **given)
+        blocks = default_blocks(load_profile(board), made_for, rows, rows)
+        return hopper_slabs.stages(dataclasses.replace(made_for, blocks=blocks))
+
+    assert stages(96, 192, 384, 768) == stages(32, 200) == stages(64, 128, dtype="fp16") == hopper_slabs.STAGES
+    assert not stages(48, 96) and not stages(32, 64, 96, 128, 160)
+    assert (
+        not stages(96, 768, board="b200") and not stages(96, 768, rows=1024) and not stages(96, 768, descriptors=False)
+    )
+    held = 2 * hopper_slabs.STAGES * hopper_slabs.DEPTH * 256 + 2 * 128 * 128  # features of all stages, tiles of g
+    beside = 4 * 128 * (hopper_slabs.MOST_PREFIXES + 1) + 16 * hopper_slabs.STAGES  # shares of keys, ranges, barriers
+    assert held + beside <= load_profile("h200").shared_bytes_per_block
+
+
+def test_slabs_in_stages() -> None:
+    """Each column of a slab is in one walk; the last slab fills its stage."""
+    for prefixes in ((96, 192, 384, 768), (32, 64, 96, 136), (32, 200), (128, 160, 168)):
+        slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
+        made_for = dataclasses.replace(special("panel", prefixes[-1]), traits=Traits(slabs=slabs))
+        columns = [
+            [stage * 64 + column for walk in walks for stage in range(walk.first, walk.end)
+             for column in range(walk.start, walk.stop)]
+            for walks in hopper_slabs.walks_of(made_for)
+        ]  # fmt: skip
+        stops = (*prefixes[:-1], -(-prefixes[-1] // 64) * 64)
+        assert columns == [list(range(a, b)) for a, b in itertools.pairwise((0, *stops))]
+        assert [walks[-1].ending for walks in hopper_slabs.walks_of(made_for)] == list(range(len(slabs)))
 
 
 def test_padded_dim() -> None:
