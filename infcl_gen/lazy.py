@@ -82,6 +82,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
     prefixes       counts of first columns of the features, or {count: weight}: the loss is the sum of those of each;
                    None: one loss of all columns
+    renormalise    whether similarities of each prefix are cosines of its columns
     group, grad_sync, check_ranks   as for `contrastive_loss`
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
                    use_horovod; by name
@@ -98,6 +99,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
         *positional: Any,
         memory_budget: str | int = "auto",
         prefixes: Any = None,
+        renormalise: bool = False,
         group: Any = None,
         grad_sync: str = "mean",
         check_ranks: str = "first",
@@ -107,22 +109,24 @@ class ContrastiveLoss(api.ContrastiveLoss):
             raise TypeError(
                 "ContrastiveLoss(loss) takes open_clip's arguments by name: ContrastiveLoss(local_loss=True)"
             )
-        known = [*inspect.signature(api.ContrastiveLoss).parameters, "loss", "memory_budget", "prefixes"]
+        known = [*inspect.signature(api.ContrastiveLoss).parameters, "loss", "memory_budget", "prefixes", "renormalise"]
         for name in open_clip:
             if name == "reduction":
                 raise TypeError(api.UNREDUCED)
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
-        self.loss, self.memory_budget = _text(loss, prefixes), memory_budget
+        self.loss, self.memory_budget = _text(loss, prefixes, renormalise=renormalise), memory_budget
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
-            Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget), prefixes=prefixes)
+            over = {"prefixes": prefixes, "renormalise": renormalise}
+            Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget), **over)
             if not (isinstance(given, str) and given in builtin_positives()) or prefixes:
                 from infcl_gen.losses import derive, is_being_read, load_loss, over_prefixes
 
                 if not is_being_read(given):  # a file that makes a module of its own loss
-                    _literals(derive(over_prefixes(load_loss(given), parse_prefixes(prefixes))).spec)
+                    spec = over_prefixes(load_loss(given), parse_prefixes(prefixes), renormalise)
+                    _literals(derive(spec).spec)
 
     def extra_repr(self) -> str:
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
@@ -156,6 +160,7 @@ def contrastive_loss(
     check_ranks: str = "first",
     memory_budget: str | int = "auto",
     prefixes: Any = None,
+    renormalise: bool = False,
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
@@ -184,6 +189,7 @@ def contrastive_loss(
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
     prefixes       counts of first columns of the features, or {count: weight}, of which the last is D: the loss is the
                    sum of those of each, times its weight; not under torch.compile. None: one loss of all columns
+    renormalise    whether similarities of each prefix are cosines of its columns
 
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree, and what
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
@@ -193,8 +199,8 @@ def contrastive_loss(
         options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
-    if type(loss) is not str or ":" in loss or prefixes is not None or reduction == "none":
-        loss = _text(loss, prefixes, reduction)
+    if type(loss) is not str or ":" in loss or prefixes is not None or reduction == "none" or renormalise:
+        loss = _text(loss, prefixes, reduction, renormalise)
     return _run(loss, memory_budget, (q, k, scale, bias, own, *of_pairs, options))
 
 
@@ -275,7 +281,7 @@ def _untraced() -> Callable[..., Tensor]:
     return _disabled or _load_and_run
 
 
-def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
+def _text(loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise: bool = False) -> Any:
     """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes or rows, as its literals.
 
     A file by its absolute path, since the process may change its folder before the first call. Raises InputError for
@@ -285,6 +291,8 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
     if isinstance(text, str) and ":" in text:
         file, _, name = text.rpartition(":")
         text = f"{os.path.abspath(file)}:{name}"
+    if renormalise and prefixes is None:
+        raise InputError("renormalise: cosines are of prefixes; give prefixes, for example [96, 192, 384, 768]")
     if prefixes is not None or reduction == "none":
         if torch.compiler.is_compiling():
             word = (
@@ -296,7 +304,7 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
         try:
             with in_python_words():
                 if (found := parse_prefixes(prefixes)) or reduction == "none":
-                    return _changed(text, found, reduction)
+                    return _changed(text, found, reduction, renormalise)
         except InputError:
             if prefixes is not None:
                 raise
@@ -311,11 +319,11 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean") -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _changed(loss: Any, prefixes: tuple[tuple[int, float], ...], reduction: str) -> str:
+def _changed(loss: Any, prefixes: tuple[tuple[int, float], ...], reduction: str, renormalise: bool) -> str:
     """The loss over these prefixes, or for each query, as JSON. Raises LossError for one that cannot have them."""
     from infcl_gen.losses import load_loss, over_prefixes
 
-    spec = over_prefixes(load_loss(loss), prefixes)
+    spec = over_prefixes(load_loss(loss), prefixes, renormalise)
     return _literals(dataclasses.replace(spec, reduction="none") if reduction == "none" else spec)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "457449e81538feac10662b38499e4551db794b77e4d2d0f3470ea2c2a6f6b51d",
+    "digest": "583fa54a17b7f5bf2a4ef912a775efd2329ca5a43e40e70fd34dda0ad0513dee",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "332776a0f054680239c41adda752b2b8a78c05898c3959cc33cb0e21d6a3b9ad",
+    "digest": "62889a54a04e45a77b4478533d926280ef06486ebff249f46f9e7fe7a934e520",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

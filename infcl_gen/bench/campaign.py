@@ -73,8 +73,9 @@ class Place:
         """The `identity` of its rows."""
         problem = self.problem
         precision = row_precision(problem.precision, problem.dtype, self.features)
+        loss = loss_of(problem)
         sizes = (problem.batch_size, problem.total_keys, problem.dim, problem.dtype, precision, problem.devices)
-        return (problem.loss_name, *sizes, self.scale, problem.frozen, prefixes_text(loss_of(problem).prefixes))
+        return (problem.loss_name, *sizes, self.scale, problem.frozen, prefixes_text(loss.prefixes, loss.renormalise))
 
     def packages(self, folder: Path) -> list[Path]:
         """A package for each distinct plan, in a folder named by strategy and problem."""

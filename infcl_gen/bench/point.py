@@ -77,7 +77,7 @@ class Point:
     edited: tuple[str, ...] = ()  # packages whose files are not as generated
     ranks: int = 1
     frozen: str = "none"  # the side that requires no gradient
-    prefixes: str = ""  # of the features, as --prefixes takes them, where the loss is added up over some
+    prefixes: str = ""  # of the features, as `prefixes_text` has them, where the loss is added up over some
     one_sided: bool = False  # rows are compared with each other
 
     @property
@@ -165,9 +165,13 @@ def point_of(
         feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),
         scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
         edited=tuple(str(package.path) for package in packages if package.edited), ranks=ranks,
-        frozen=shared["frozen"], prefixes=prefixes_text(shared["loss"].get("prefixes", ())),
+        frozen=shared["frozen"], prefixes=_prefixes_of(shared["loss"]),
         one_sided=shared["loss"]["traits"]["domain"] == "triangle",
     )  # fmt: skip
+
+
+def _prefixes_of(loss: Mapping[str, Any]) -> str:
+    return prefixes_text(loss.get("prefixes", ()), loss.get("renormalise", False))
 
 
 def _shared(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ device = (
     option("--precision", "default|tf32|exact", "Products of fp32 features [default]."),
     option("--frozen", "none|query|key", "The side that needs no gradient [none]."),
     option("--prefixes", "D1,D2:W2,...,D", "Add up the loss of so many first columns of the features [D]."),
+    option("--renormalise", None, "Similarities of each prefix are cosines of its columns.", bool),
     option("--target", "auto|cpu|cuda|rocm", "What the package runs on [auto]."),
     option("--device-profile", "NAME|FILE.toml|auto", "Device to plan for [auto]."),
     option("--cluster", "FILE.toml", "Nodes, devices, profile and links from a file."),
@@ -149,7 +150,7 @@ def directory_name(directory: str, flag: str = "DIR") -> str:
 def refuse(flags: Mapping[str, Any], names: Iterable[str], why: str) -> None:
     """Raises InputError for the first of these flags that was given."""
     for name in names:
-        if flags[name] not in (None, ()):
+        if flags[name] is not False and flags[name] not in (None, ()):
             raise InputError(f"{flag_name(name)}: {why}")
 
 

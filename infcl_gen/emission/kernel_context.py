@@ -246,10 +246,30 @@ _ABOUT_G_OF_PREFIX = (
 )
 
 
+_POSITIVES_FOLLOW = "Positives get the g of a negative; `gradient_positives`\n    follows."
+_POSITIVES_FIRST = """Positives get theirs from
+    `gradient_positives`. Radial sums, of g times the cosine, go to memory tile by tile: of rows (key blocks, prefixes,
+    rows), of keys (row blocks, prefixes, keys). Then g is multiplied by the factors. MASKED: the panel has ragged
+    tiles, whose terms are cleared."""
+_MASKED_E = """\
+if MASKED:
+    e = tl.where(rows < queries, e, float("inf"))"""
+_MASKED_SHIFT = """\
+shift = -reference_{0}
+if MASKED:
+    shift = tl.where(rows < queries, shift, float("-inf"))[:, None]"""
+_CLEARED = """\
+if MASKED:
+    value = tl.where((tl.arange(0, GRADIENT_KEYS) < keys - key0)[None, :], value, 0.0)"""
+_INSIDE = "tl.where((rows < queries)[:, None] & (columns < keys)[None, :], {0}, 0.0)"
+
+
 def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
     """The slabs of columns of a loss over prefixes, with the shares of the prefix that ends there."""
+    renormalised = plan.traits.renormalised
+    own = {"renormalised": renormalised}
     if not plan.traits.slabs:
-        return {"times_prefixes": "", "place_of_ratio": "ratio + r", "about_prefixes": ABSENT}
+        return own | {"times_prefixes": "", "place_of_ratio": "ratio + r", "about_prefixes": ABSENT}
     both, shared = plan.both_axes, plan.one_exponential
     noted = ("positive_z", "positive_row_reference", *["positive_key_reference"] * both)
     sums = ("query_exponent + own", "query_mantissa + own", *["key_exponent + other", "key_mantissa + other"] * both)
@@ -258,10 +278,20 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         slab._asdict()
         | {name: share * weight for name, share in shares.items()}
         | {"last_step": f"== {slab.stop}", "lane_sums": f"lane_sums_{slab.stop}, " * both}
+        | {"shift": "shift" if renormalised else f"-reference_{slab.stop}"}
+        | {"masked_shift": _MASKED_SHIFT.format(slab.stop) if renormalised else ABSENT}
         for slab, weight in zip(plan.slabs, derivation.prefix_weights, strict=True)
     ]
     slabs[-1]["last_step"] = ">= DIM"  # the last step may reach beyond the features
-    return {
+    return own | {
+        "tile": "cosines" if renormalised else "z",
+        "fp32_tile": "cosines" if renormalised else "z.to(tl.float32)",
+        "wide_tile": "slab_cosines" if renormalised else "slab_fp32",
+        "about_positives_of_slabs": _POSITIVES_FIRST if renormalised else _POSITIVES_FOLLOW,
+        "places_of_rows_as_int32": _clamped("own_places"),
+        "cleared": _CLEARED,
+        "masked_e": _MASKED_E if renormalised else ABSENT,
+        "always_cleared": f"g_{{0}} = {_INSIDE.format('g_{0}')}",
         "slabs": slabs,
         "longest_first": slabs[::-1],
         "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_queries",

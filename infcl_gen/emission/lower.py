@@ -15,7 +15,7 @@ from infcl_gen.emission.kernel_context import OF_STATE, gradient_exponent, kerne
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
 from infcl_gen.emission.render import ABSENT, File, wrapped
-from infcl_gen.emission.schedule_context import ABOUT_MEAN, ABOUT_POOLED, ABOUT_SLOPES, schedule_context
+from infcl_gen.emission.schedule_context import ABOUT_MEAN, ABOUT_POOLED, ABOUT_RADIAL, ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.inputs.text import prefixes_text
@@ -95,7 +95,7 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
 def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile) -> str:
     """The command that makes the package for {queries} queries and {keys} keys. A word in capitals stands for a user's
     file, whose path means nothing on another machine."""
-    builtin = is_builtin(spec_as_dict(dataclasses.replace(derivation.spec, prefixes=())))
+    builtin = is_builtin(spec_as_dict(dataclasses.replace(derivation.spec, prefixes=(), renormalise=False)))
     shipped = problem.device_profile in profile_names() and load_profile(problem.device_profile) == profile
     flags = [
         ("--loss", problem.loss if builtin else "FILE.py:NAME"),
@@ -109,9 +109,11 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
         ("--precision", None if problem.precision == "default" else problem.precision),
         ("--frozen", None if problem.frozen == "none" else problem.frozen),
         ("--prefixes", prefixes_text(derivation.spec.prefixes) or None),
+        ("--renormalise", derivation.spec.renormalise or None),
         *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings).pairs),
     ]
-    given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))
+    words = (((flag,) if value is True else (flag, str(value))) for flag, value in flags if value is not None)
+    given = shlex.join(word for pair in words for word in pair)
     literal = given.replace("{", "{{").replace("}", "}}")
     keys = "" if derivation.traits.triangle else " --keys {keys}"
     return f"infcl-gen generate --batch-size {{queries}}{keys} {literal} -o DIR"
@@ -188,8 +190,13 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "whole_sums": "SUMS_LACK_SHIFT = False  # statistics are of whole logits"
         if traits.pooled or traits.columns_of_ids
         else ABSENT,
-        "and_mean": " *, mean: Tensor," * traits.means,
-        "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
+        "and_mean": " *, mean: Tensor," * traits.means + " *, radial: Tensor," * traits.renormalised,
+        "about_mean": (ABOUT_MEAN if traits.means else ABOUT_RADIAL).replace("total", "acc")
+        if traits.means or traits.renormalised
+        else ABSENT,
+        "without_radial": _WITHOUT_RADIAL if traits.renormalised else ABSENT,
+        "renormalised": traits.renormalised,
+        "similarities": "cosines_(x2.copy_(z), of_prefix)" if traits.renormalised else "x2.copy_(z)",
         "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
         "plus_mean": " + formulas.MEAN_SHARE" * (traits.means or traits.weighted),
         "strip_of_mask": _about_strips(traits) if affine and not traits.pairs else ABSENT,
@@ -227,6 +234,11 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     }
 
 
+_WITHOUT_RADIAL = """\
+for slab, multiple in zip(SLABS, radial, strict=True):
+    for first in range(0, len(acc), STRIP_ROWS):
+        rows = slice(first, first + STRIP_ROWS)
+        acc[rows, slab] -= multiple[rows, None] * x[rows, slab]"""
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 def loss_of(problem: Problem) -> LossSpec:
     """The loss that a problem names, over its prefixes."""
-    return over_prefixes(load_loss(problem.loss), problem.prefixes)
+    return over_prefixes(load_loss(problem.loss), problem.prefixes, problem.renormalise)
 
 
 def case_of(problem: Problem, any_budget: bool = False) -> Case:

@@ -20,6 +20,7 @@ ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "what queries add to them (2, M
 ABOUT_POOLED = """\
 pooled (2,), fp64: over the positives of all queries the log-sum-exp, and the sum of the terms' slopes by it."""
 ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the mean of all logits."
+ABOUT_RADIAL = "radial (slabs, rows): a row of total loses so many times its x, after the dots, slab by slab."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
 
@@ -80,7 +81,15 @@ def schedule_context(
         else "_positives(part)"
         if plan.traits.sorted_ids
         else "_positives(part, scratch)",
-        "positives_of_panel": "_gradient_positives(block, g)" if plan.traits.apart else ABSENT,
+        "positives_of_panel": "_gradient_positives(block, g)"
+        if plan.traits.apart and not plan.traits.renormalised
+        else ABSENT,
+        "positives_first": "_gradient_positives(block, scratch)" if plan.traits.renormalised else ABSENT,
+        "about_left_of_positives": _G_OF_POSITIVES[plan.traits.renormalised],
+        "left_of_positives": "scratch" if plan.traits.renormalised else "g",
+        "renormalised": plan.traits.renormalised,
+        "radial_of_queries": _RADIAL_OF_QUERIES if plan.traits.renormalised else ABSENT,
+        "radial_of_keys": _RADIAL_OF_KEYS if plan.traits.renormalised else ABSENT,
         "no_positives": _NO_POSITIVES if plan.traits.sorted_ids else ABSENT,
         "ids_of_forward": _SORTED_IDS.format("FORWARD_ROWS, FORWARD_KEYS") if plan.traits.sorted_ids else ABSENT,
         "ids_of_backward": _SORTED_IDS.format("PANEL_ROWS, PANEL_KEYS") if plan.traits.sorted_ids else ABSENT,
@@ -96,8 +105,8 @@ def schedule_context(
         else _WITH_NUMBERS,
         "rows_or_slopes": "slopes" if plan.traits.sums_slopes else "rows",
         "and_slopes": f", and {ABOUT_SLOPES[plan.traits.combined]}" * plan.traits.sums_slopes,
-        "and_mean": ", *, mean" * plan.traits.means,
-        "about_mean": ABOUT_MEAN if plan.traits.means else ABSENT,
+        "and_mean": ", *, mean" * plan.traits.means + ", *, radial" * plan.traits.renormalised,
+        "about_mean": ABOUT_MEAN if plan.traits.means else ABOUT_RADIAL if plan.traits.renormalised else ABSENT,
         "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
         "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
         "and_rows": "rows," if plan.traits.placed else ABSENT,
@@ -150,6 +159,16 @@ def schedule_context(
 _POSITIVES_ALONE = "positive = block.positive.unbind()"
 _WITH_NUMBERS = "scale, bias, positive = block.scale, block.bias, block.positive.unbind()"
 _WITH_FEATURES = "q, k, scale, bias = block[:4]"
+_G_OF_POSITIVES = (
+    "Puts g of this panel's positives in the place of what `gradient` takes them for.",
+    "g of this panel's positives, of each prefix, which `gradient` reads.",
+)
+_RADIAL_OF_QUERIES = """\
+_add_radial(part.query_radial, scratch.row_radial, cdiv(part.k.shape[0], kernels.GRADIENT_KEYS.value),
+                        fresh_dq and key0 == 0)"""
+_RADIAL_OF_KEYS = """\
+_add_radial(part.key_radial, scratch.key_radial, cdiv(part.q.shape[0], kernels.GRADIENT_ROWS.value),
+                        fresh_dk and row0 == 0)"""
 _UNLESS_IT_HAS_POSITIVES = """\
 if not block.meets_diagonal():
     return"""
@@ -338,6 +357,24 @@ def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:
     found = [
         ("g", f"{what}, in whole tiles: no store needs a mask", _new(shape, "OPERAND_DTYPE"), True),
         ("flags", _WIDE_RANGE, _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32"), flagged),
+        (
+            "prefix_g",
+            "of each positive, (prefixes, rows)",
+            _new(f"{plan.losses}, panel_rows"),
+            plan.traits.renormalised,
+        ),
+        (
+            "row_radial",
+            "radial sums (key blocks, prefixes, rows)",
+            _new(f"tiles[1], {plan.losses}, shape[0]"),
+            plan.traits.renormalised,
+        ),
+        (
+            "key_radial",
+            "the same (row blocks, prefixes, keys)",
+            _new(f"tiles[0], {plan.losses}, shape[1]"),
+            plan.traits.renormalised,
+        ),
         ("halves", _HALVES, "_halves(panel_rows, panel_keys, device)", plan.split),
         ("kept", _KEPT, "None", plan.stash),
         ("ratios", _RATIOS, "_ratios_scratch(keys, device)", ratios and not plan.stash),

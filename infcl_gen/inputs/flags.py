@@ -26,6 +26,7 @@ class Flags(TypedDict, total=False):
     precision: str  # "default", "tf32", "exact"
     frozen: str  # the side that needs no gradient: "none", "query", "key"
     prefixes: str | list[int] | Mapping[int, float]  # first columns of the features: a loss of each, added up
+    renormalise: bool  # similarities of a prefix are cosines of its columns
     target: str  # "auto", "cpu", "cuda", "rocm"
     device_profile: str | os.PathLike[str]
     cluster: str | os.PathLike[str] | Mapping[str, Any]

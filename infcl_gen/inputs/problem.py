@@ -54,6 +54,7 @@ class Problem:
     memory_budget_bytes  None lets the planner take what helps, up to 1/8 of the device's memory.
     device_profile       a name, the path of a TOML file, or "auto".
     prefixes             counts of first columns, or pairs of count and weight, over which the loss is added up.
+    renormalise          whether similarities of a prefix are cosines of its columns.
     settings             the choices of `--set`; pairs of text become `Overrides`.
 
     Raises InputError for anything out of range.
@@ -70,6 +71,7 @@ class Problem:
     precision: str = "default"
     frozen: str = "none"
     prefixes: tuple[tuple[int, float], ...] = ()
+    renormalise: bool = False
     target: str = "auto"
     device_profile: str = "auto"
     settings: Overrides = dataclasses.field(default_factory=Overrides)
@@ -96,6 +98,10 @@ class Problem:
             raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")
         check_text("--device-profile", self.device_profile)
         object.__setattr__(self, "prefixes", text.parse_prefixes(self.prefixes))
+        if self.renormalise not in (True, False):
+            raise InputError(f"--renormalise: {show(self.renormalise)} is neither true nor false")
+        if self.renormalise and not self.prefixes:
+            raise InputError("--renormalise: cosines are of prefixes; give --prefixes, for example 96,192,384,768")
         object.__setattr__(self, "settings", parse_overrides(self.settings))
         if not isinstance(self.links, Links | None):
             raise InputError(f"--cluster: expected links, got {show(self.links)}")
@@ -112,6 +118,8 @@ class Problem:
             fields["prefixes"] = [list(each) for each in self.prefixes]
         else:
             del fields["prefixes"]
+        if not self.renormalise:
+            del fields["renormalise"]
         return fields
 
     @property

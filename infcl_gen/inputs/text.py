@@ -108,9 +108,11 @@ def parse_prefixes(value: object, flag: str = "--prefixes") -> tuple[tuple[int, 
     return tuple(found)
 
 
-def prefixes_text(prefixes: Iterable[tuple[int, float]]) -> str:
-    """The prefixes as `parse_prefixes` reads them."""
-    return ",".join(f"{count}" if weight == 1 else f"{count}:{weight!r}" for count, weight in prefixes)
+def prefixes_text(prefixes: Iterable[tuple[int, float]], renormalised: bool = False) -> str:
+    """The prefixes as `parse_prefixes` reads them; for people those of cosines."""
+    return "cosines of " * renormalised + ",".join(
+        f"{count}" if weight == 1 else f"{count}:{weight!r}" for count, weight in prefixes
+    )
 
 
 def bytes_text(size: int) -> str:

@@ -38,19 +38,21 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
     "row_second_exponent row_second_sum key_second_exponent key_second_sum "
     "second_exponent second_mantissa key_second_mantissa partner_exponent partner_mantissa "
-    "stash_reference own_reference share thresholds factors totals",
+    "stash_reference own_reference share thresholds factors totals "
+    "query_factors key_factors row_radial key_radial radial prefix_g",
     "*fp64": "part_sums sums pooled_ptr columns",
     "*bf16": "stash",
     "*i32": "flags",
     "*i64": "labels key_labels query_ids key_ids",
     "i64": "first_positive first_query first_key",
     ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride vectors_stride "
-    "query_stride key_stride",
+    "query_stride key_stride positive_stride radial_stride",
     (
         "i32",
         "dim",
     ): "guide_q_row_stride guide_k_row_stride q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
-    ("i32", "always"): "g_stride g_row_stride stash_stride slab_stride",
+    ("i32", "always"): "g_stride g_row_stride stash_stride slab_stride query_factors_stride key_factors_stride "
+    "radial_rows radial_keys",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
     "all_queries all_keys written width",
     "fp32": "weight query_weight key_weight",
@@ -68,6 +70,7 @@ SCALARS = "scale_ptr bias_ptr"
 IDS = "query_ids key_ids"
 GUIDES = "guide_queries guide_keys"
 GUIDE_STRIDES = "guide_q_row_stride guide_q_depth_stride guide_k_row_stride guide_k_depth_stride"
+FACTORS = "query_factors key_factors query_factors_stride key_factors_stride"
 STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 

@@ -92,7 +92,7 @@ def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
     if choice.traits.sums_slopes:
         rest = (Argument("slopes", "*fp64") if choice.traits.pairs else "scale_parts bias_parts", "count")
     scalars = Kernel("scalars", arguments("dots", "dscale dbias", SCALARS, "upstream weight parts", *rest, "BLOCK"))
-    dots = "dots mean" if choice.traits.means else "dots"
+    dots = "dots" + " mean" * choice.traits.means + " radial radial_stride" * choice.traits.renormalised
     strides = "upstream weight rows x_row_stride x_depth_stride DOTS"
     finish = Kernel("finish", arguments("total", X, OUT, dots, SCALARS, strides), "finish")
     return (finish, scalars, *[rescale] * choice.at_once)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels.arguments import GUIDE_STRIDES, SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
+from infcl_gen.kernels.arguments import (
+    FACTORS,
+    GUIDE_STRIDES,
+    SCALARS,
+    STRIDES,
+    Argument,
+    Kernel,
+    arguments,
+    classes,
+    features,
+)
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import ID_BLOCKS, SLAB_BLOCKS, GradientTile, beside_prefixes, few_block
@@ -20,6 +30,8 @@ STORING_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3), "blackwell": Block(128, 1
 # A thread holds 64 numbers of z, and 32 sums of columns of each prefix. On an H200 4 prefixes at 65 536 x 768 take
 # 18.7 ms, as with 6 stages; tiles of 64 x 64 take 26.
 SLAB_FORWARD_BLOCKS = SLAB_BLOCKS | {"hopper": Block(64, 128, 32, 4, 4)}
+# Factors of keys take registers beside them: of 64 numbers of z 24 to 40 bytes spill on sm_90.
+COSINE_FORWARD_BLOCKS = SLAB_FORWARD_BLOCKS | {"hopper": Block(128, 64, 32, 8, 4)}
 Q = Argument("q", "*{operands}", block=("FORWARD_ROWS", "FORWARD_DEPTH"))
 K = Argument("k", "*{operands}", block=("FORWARD_KEYS", "FORWARD_DEPTH"))
 STASH = Argument("stash", "*bf16", block=("FORWARD_ROWS", "FORWARD_KEYS // 2"))
@@ -34,7 +46,8 @@ class ForwardTile(Tile):
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
         if choice.slabs:  # sums over columns for each prefix
-            return beside_prefixes(SLAB_FORWARD_BLOCKS, architecture, choice)
+            blocks = COSINE_FORWARD_BLOCKS if choice.traits.renormalised else SLAB_FORWARD_BLOCKS
+            return beside_prefixes(blocks, architecture, choice)
         if few := few_block(architecture, choice):
             return few
         if choice.traits.masked:
@@ -102,7 +115,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
     told = classes(choice) if choice.traits.masked or choice.traits.guide else ""
     sampled, template = not choice.exact, "slabs_forward" if choice.traits.slabs else ""
-    diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
+    factors = f"{FACTORS} " * choice.traits.renormalised
+    diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {factors}{STRIDES}"
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))
@@ -116,7 +130,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     if choice.exact:
         return (Kernel("forward", forward, "forward", template="forward_exact"),)
     constants = "DESCRIPTORS WIDEN" if choice.descriptors else "WIDEN"
-    first = arguments("q k", SCALARS, f"{reference} queries keys", STRIDES, diagonal, constants)
+    first = arguments("q k", SCALARS, f"{reference} queries keys", f"{factors}{STRIDES}", diagonal, constants)
     again = arguments("q k", told, SCALARS, sums, "flags", sizes, strides, diagonal, constants)
     return (
         Kernel("row_references" if choice.rows else "references", first, "forward", template=template),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from infcl_gen.kernels import hopper_slabs
 from infcl_gen.kernels.arguments import (
+    FACTORS,
     GUIDE_STRIDES,
     GUIDES,
     IDS,
@@ -67,6 +68,9 @@ SLAB_BLOCKS = {
     "cdna3": Block(64, 64, 32, 8, 2),
     "cdna4": Block(64, 64, 32, 8, 2),
 }
+# Cosines have factors of rows and keys, and sums of either: 64 x 128 over 4 warps of sm_90 spills 490 bytes a thread.
+COSINE_BLOCKS = SLAB_BLOCKS | {"hopper": Block(64, 128, 32, 8, 3)}
+MOST_COSINES = 6  # beside half of the keys of these tiles
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -88,7 +92,8 @@ class GradientTile(Tile):
         if few := few_block(architecture, choice):
             return few
         if choice.slabs:
-            return beside_prefixes(SLAB_BLOCKS, architecture, choice)
+            blocks = COSINE_BLOCKS if choice.traits.renormalised else SLAB_BLOCKS
+            return beside_prefixes(blocks, architecture, choice)
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
@@ -100,12 +105,13 @@ class GradientTile(Tile):
 
 
 def beside_prefixes(blocks: Mapping[str, Block], architecture: str, choice: Choice) -> Block:
-    """The tile, or half of it where sums or gradients of more prefixes take its registers; on Hopper that of the
-    variant, where there is one."""
+    """The tile, or a part of it where sums or gradients of more prefixes take its registers, or factors, too; on Hopper
+    that of the variant, where there is one."""
     if hopper_slabs.here(choice):
         return hopper_slabs.BLOCK
-    block = blocks[architecture]
-    return dataclasses.replace(block, keys=block.keys // (1 + (len(choice.slabs) > hopper_slabs.MOST_PREFIXES)))
+    block, many = blocks[architecture], len(choice.slabs) > hopper_slabs.MOST_PREFIXES
+    most = choice.traits.renormalised and len(choice.slabs) > MOST_COSINES
+    return dataclasses.replace(block, keys=max(16, block.keys // (1 + many + 2 * most)))
 
 
 def few_block(architecture: str, choice: Choice) -> Block | None:
@@ -171,12 +177,20 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
 
 def _of_slabs(choice: Choice, sums: str, sizes: str) -> tuple[Kernel, ...]:
     """The kernels of a loss over prefixes: statistics and g of each, at these distances."""
-    shared, template = choice.one_exponential, "slabs_gradient"
+    shared, template, cosines = choice.one_exponential, "slabs_gradient", choice.traits.renormalised
     strides = "slab_stride query_stride" + " key_stride" * choice.both_axes
     of_sums = "slab_stride query_stride" if shared else strides
-    gradient = arguments(Q, K, SCALARS, sums, "g", "flags" * shared, sizes, of_sums, STRIDES, "DESCRIPTORS WIDEN")
-    again = arguments("q k", SCALARS, statistics(choice), "g flags", sizes, strides, STRIDES, "WIDEN")
-    positives = arguments(places(choice), gradient_of_positive(choice), "g queries keys g_stride", strides)
+    radial = "prefix_g row_radial key_radial positive_stride radial_rows radial_keys"
+    own = f"{places(choice)} {FACTORS} {radial}" * cosines
+    masked = "MASKED " * cosines
+    gradient = arguments(
+        Q, K, SCALARS, sums, "g", "flags" * shared, sizes, of_sums, own, STRIDES, f"{masked}DESCRIPTORS WIDEN"
+    )
+    again = arguments("q k", SCALARS, statistics(choice), "g flags", sizes, strides, own, STRIDES, "WIDEN")
+    stored = "g queries keys g_stride"
+    if cosines:
+        stored, strides = "prefix_g queries keys positive_stride", strides.removeprefix("slab_stride ")
+    positives = arguments(places(choice), gradient_of_positive(choice), stored, strides)
     return (
         Kernel("gradient", gradient, "gradient", template=template),
         *[Kernel("gradient_wide", again, "gradient", wide=True, template="slabs_gradient_wide"), RATIOS] * shared,

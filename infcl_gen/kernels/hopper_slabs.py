@@ -30,9 +30,10 @@ class Walk(NamedTuple):
 
 
 def here(choice: Choice) -> bool:
-    """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns."""
+    """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns, of
+    products as they are."""
     kind = choice.arch == ARCH and choice.strategy == "panel" and choice.descriptors and choice.operand_bytes == 2
-    of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and choice.one_exponential
+    of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and choice.one_exponential and not choice.traits.renormalised
     return kind and of_slabs and not any(prefix % UNIT for prefix in choice.traits.prefixes[:-1])
 
 

@@ -48,7 +48,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     guides, strides, noted = (each * choice.traits.guided_sides for each in (GUIDES, GUIDE_STRIDES, "positive_guide"))
     positives = arguments(
         "q k", guides, places(choice), "row_exponent", "key_exponent" * keys, positive(choice), noted, "queries keys",
-        "strip" * keys, "rows_stride", "keys_stride" * keys, strides, STRIDES, "width" * bool(choice.slabs), "WIDEN",
+        "strip" * keys, "rows_stride", "keys_stride" * keys, strides,
+        "query_factors key_factors" * choice.traits.renormalised, STRIDES, "width" * bool(choice.slabs), "WIDEN",
     )  # fmt: skip
     if choice.traits.triangle:
         noted = f"{positive(choice)} key_positive_z key_positive_reference"

@@ -400,6 +400,7 @@ class Derivation:
             scaled=self.form.scaled,
             pooled=self._pooled,
             slabs=tuple(stop - start for start, stop in itertools.pairwise((0, *self.prefixes))),
+            renormalised=self.spec.renormalise,
         )
 
     def travelling(self, dim: int, of_query: int) -> tuple[Travelling, ...]:
@@ -431,7 +432,9 @@ class Derivation:
             "key statistics", numbers, "statistics", "summed", "unchanged", across=True, renewed=self.form.crossed
         )
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
-        found = (*read, statistics, gradients) if self.has_keys else (*read, gradients)
+        radial = Travelling("key radial sums", len(self.prefixes), "statistics", backward="summed", across=True)
+        sums = (gradients, *[radial] * self.traits.renormalised)
+        found = (*read, statistics, *sums) if self.has_keys else (*read, *sums)
         queries = Travelling("query sums", dim, "statistics", backward="summed", once=True)
         return (*found, queries) if self.traits.means else found
 

@@ -101,6 +101,7 @@ class LossSpec:
     prefixes   of the features, by number of columns, each with its weight: L is the sum over them of weight * the
                formula over so many first features of each side. Counts alone have a weight of 1; without any, L is the
                formula over all features. The last prefix is the whole embedding.
+    renormalise  whether z of a prefix is the cosine of the first features: their product over both norms.
     reduction  "mean"; "none": calls may also take the loss of each query, whose factors are known in backward alone.
     doc        one sentence for people.
     source     paper and equation: "Zhai et al., arXiv 2303.15343, algorithm 1".
@@ -117,6 +118,7 @@ class LossSpec:
     use: str = field(default="", compare=False)
     prefixes: tuple[tuple[int, float], ...] = ()
     reduction: Reduction = "mean"
+    renormalise: bool = False
 
     def __post_init__(self) -> None:
         if not is_identifier(self.name):
@@ -134,6 +136,10 @@ class LossSpec:
         for name, values in (("positives", get_args(Positives)), ("reduction", get_args(Reduction))):
             if getattr(self, name) not in values:
                 raise LossError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, values))}")
+        if not isinstance(self.renormalise, bool):
+            raise LossError(f"renormalise={self.renormalise!r} is neither True nor False")
+        if self.renormalise and not self.prefixes:
+            raise LossError("renormalise=True is of prefixes: give them, too, for example prefixes=[96, 192, 384]")
         if not isinstance(self.formula, Expr):
             raise LossError(f"the formula must be a SymPy expression, not {type(self.formula).__name__}")
         check_size(self.formula)

@@ -101,9 +101,16 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
             added = r"e_i\, \left[j = \ell_i\right] + e_j\, \left[i = \ell_j\right]"
             both = rf"\Big( {both} + \frac{{1}}{{M}} \left({added}\right) \Big)"
         gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_{{j \ne i}} {both}\, q_j"}
+    product = "q_i \\cdot " + ("q_j" if triangle else "k_j")
+    if derivation.traits.renormalised:
+        product = r"\frac{q_i \cdot k_j}{\lVert q_i \rVert \lVert k_j \rVert}"
+        gradients = {
+            name: rf"\frac{{\partial L}}{{\partial {own}}} = \frac{{1}}{{\lVert {own} \rVert}} \sum_{each} {of_pair}\, "
+            rf"\Big( \frac{{{other}}}{{\lVert {other} \rVert}} - z_{{ij}} \frac{{{own}}}{{\lVert {own} \rVert}} \Big)"
+            for name, own, other, each in (("dq", "q_i", "k_j", "j"), ("dk", "k_j", "q_i", "i"))
+        }
     return {
-        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = {times}q_i \cdot "
-        + ("q_j" if triangle else "k_j"),
+        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = {times}{product}",
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         **pooled_formulas(derivation, _text, *_POOLED),
@@ -125,7 +132,17 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
             for name, side in _OF_SCALES.items()
             if name in derivation.form.scaled
         },
+        **_of_prefixes(derivation),
     }
+
+
+def _of_prefixes(derivation: Derivation) -> dict[str, str]:
+    """The sum of the losses of prefixes, whose own formulas are the others."""
+    total = " + ".join(
+        f"{weight:g}\\, " * (weight != 1) + f"L({columns})" for columns, weight in derivation.spec.prefixes
+    )
+    of_each = r"L(d) = L \text{ of the first } d \text{ columns}"
+    return {"prefixes": rf"\mathcal{{L}} = {total}, \quad {of_each}"} if total else {}
 
 
 def _statistic_of_positives(derivation: Derivation) -> str:

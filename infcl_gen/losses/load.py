@@ -63,13 +63,13 @@ def is_being_read(name: object) -> bool:
     return isinstance(name, str) and os.path.abspath(name.rpartition(":")[0]) in _read.get()
 
 
-def over_prefixes(spec: LossSpec, prefixes: Any) -> LossSpec:
+def over_prefixes(spec: LossSpec, prefixes: Any, renormalise: bool = False) -> LossSpec:
     """The loss over these prefixes, if there are any; it must have none of its own."""
     if not prefixes:
         return spec
-    if spec.prefixes and spec.prefixes != prefixes:
+    if spec.prefixes and (spec.prefixes, spec.renormalise) != (prefixes, renormalise):
         raise LossError(f"--prefixes: the loss {spec.name} has prefixes of its own; leave one of them out")
-    return dataclasses.replace(spec, prefixes=prefixes)
+    return dataclasses.replace(spec, prefixes=prefixes, renormalise=renormalise)
 
 
 def spec_as_dict(spec: LossSpec) -> dict[str, Any]:
@@ -82,6 +82,8 @@ def spec_as_dict(spec: LossSpec) -> dict[str, Any]:
     }
     if spec.prefixes:
         found["prefixes"] = [list(each) for each in spec.prefixes]
+    if spec.renormalise:
+        found["renormalise"] = True
     return found | ({"reduction": spec.reduction} if spec.reduction != "mean" else {})
 
 
@@ -98,7 +100,7 @@ def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
     if missing:
         raise LossError(f"a stored loss lacks {', '.join(missing)}")
     formula = parse_formula(literals["formula"])
-    further = {name: literals[name] for name in ("prefixes", "reduction") if name in literals}
+    further = {name: literals[name] for name in ("prefixes", "renormalise", "reduction") if name in literals}
     return LossSpec(literals["name"], formula, literals["positives"], literals.get("doc", ""), **further)
 
 

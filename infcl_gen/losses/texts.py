@@ -124,6 +124,14 @@ def formulas_of(derivation: Derivation) -> Mapping[str, str]:
     of_pair = f"({of_pair}{at_positive})" if at_positive else of_pair
     rest = " + 1/M * sum_i f_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
     gradients = {"dq": f"dq_i = sum_j {of_pair} * k_j", "dk": f"dk_j = sum_i {of_pair} * q_i"}
+    product = f"q_i . {'q_j' if triangle else 'k_j'}"
+    if derivation.traits.renormalised:
+        product = "q_i . k_j / (|q_i| |k_j|)"
+        of_sides = (("dq", "q_i", "k_j", "j"), ("dk", "k_j", "q_i", "i"))
+        gradients = {
+            name: f"d{own} = sum_{each} {of_pair} * ({other} / |{other}| - z_ij * {own} / |{own}|) / |{own}|"
+            for name, own, other, each in of_sides
+        }
     if triangle:
         both = f"(g_ij + g_ji){times_slope}"
         if at_positive:
@@ -140,7 +148,7 @@ def formulas_of(derivation: Derivation) -> Mapping[str, str]:
         positive["id"] = _positives_of_id(derivation)
     scales = "".join(f"{_SCALE_OF[name]} * " for name in derivation.form.scaled)
     return {
-        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = {scales}q_i . {'q_j' if triangle else 'k_j'}",
+        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = {scales}{product}",
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         **pooled_formulas(derivation, lambda part: display(part, _PAIR), "E = log sum_i exp({})", "S = sum_i {}"),
@@ -442,7 +450,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         + "".join(_ABOUT_STATES[keyword] for keyword in form.following)
         + "\n    tq_i, tk_j   means of a query's and of a key's logits by the softmax of the guide" * form.guided_sides,
         "own_side": traits.sides[0],
-        "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights) * bool(traits.slabs),
+        "prefixes": _PREFIXES.format(derivation.prefixes, derivation.prefix_weights, derivation.spec.renormalise)
+        * bool(traits.slabs),
         "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L"
         * (traits.means or traits.weighted)
         + _WEIGHT.format(*(float(each) for each in form.weight or (1, 0))) * traits.weighted
@@ -491,7 +500,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
 
 _PREFIXES = """
 PREFIXES = {}  # columns of the features: L is the sum over them of a weight times the loss above
-PREFIX_WEIGHTS = {}"""
+PREFIX_WEIGHTS = {}
+RENORMALISE = {}  # whether similarities of a prefix are cosines"""
 
 
 def _dense_loss(formula: Expr, printer: Printer) -> tuple[list[str], str]:
@@ -510,7 +520,7 @@ def _dense(derivation: Derivation) -> str:
     taken += ", guide_queries.to(q.device, dtype) @ guide_keys.to(q.device, dtype).T" * traits.guided + _names(own)
     taken += "".join(f", {name}={name}" for name in derivation.of_dense)
     if traits.slabs:
-        return _DENSE_OF_PREFIXES.format(taken)
+        return _DENSE_OF_PREFIXES.format((_PRODUCTS, _COSINES)[traits.renormalised], taken)
     own_sum = _OWN_SUM * ("negatives" in derivation.form.vectors)
     return _DENSE.format("q" if traits.triangle else "k", own_sum, taken)
 
@@ -526,11 +536,15 @@ if q.shape[1] != PREFIXES[-1]:
     raise ValueError(f"this loss is over prefixes of {{PREFIXES[-1]}} columns, but features have {{q.shape[1]}}")
 total = torch.zeros((), dtype=dtype, device=q.device)
 for columns, weight in zip(PREFIXES, PREFIX_WEIGHTS):
-    x = logit(q[:, :columns].to(dtype) @ k[:, :columns].to(dtype).T, scale, bias)
+    {}
     total = total + weight * loss_of_logits(x{})
 return total"""
 
 
+_PRODUCTS = "x = logit(q[:, :columns].to(dtype) @ k[:, :columns].to(dtype).T, scale, bias)"
+_COSINES = """\
+rows, others = (torch.nn.functional.normalize(x[:, :columns].to(dtype), dim=1) for x in (q, k))
+    x = logit(rows @ others.T, scale, bias)"""
 _OF_COLUMNS = ("over queries of its positive", "of those over queries of its positives")
 _SOFTMAXES_OF_COLUMNS = ("\n#     + key_weight of j * exp(x_ij - c_j)", "\n#     + U_j * exp(x_ij)\n#    ")
 

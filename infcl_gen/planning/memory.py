@@ -153,6 +153,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
         terms += [
             *_gradient_panel(v, backward, row_blocks, key_blocks),
+            *_radial_parts(v, row_blocks, key_blocks),
             not v.traits.pairs
             and BufferTerm(
                 "gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"
@@ -242,6 +243,7 @@ def _common_terms(v: Choice) -> list[Any]:
         v.traits.pooled
         and BufferTerm("positives of all", "forward", (v.traits.pooled, m), "what their log-sum-exp takes", "fp64"),
         *_of_thresholds() * v.traits.thresholds,
+        *_of_cosines(v),
         v.traits.columns_of_ids
         and BufferTerm("columns of ids", "forward", (COLUMN_NUMBERS, W * Max(m, n)), "sums of columns by id", "fp64"),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
@@ -286,6 +288,35 @@ def _of_weights() -> tuple[BufferTerm, ...]:
     )
 
 
+def _of_cosines(v: Choice) -> list[BufferTerm]:
+    """Factors of own rows and visiting keys, radial sums, and the multiples of themselves that rows lose at the end."""
+    alone = int(v.world_size == 1)  # else the sums of keys travel
+    sums = BufferTerm("radial sums", "backward", (v.losses, m + n * alone), "of rows, along their own features")
+    lost = BufferTerm("radial multiples", "finish", (v.losses, Max(m, n)), "of themselves, that rows lose")
+    at_end = [lost, lost._replace(name="clamped rows", why="which lose none", dtype="uint8")]
+    in_panels = [each._replace(phase="backward", shape=(v.losses, Min(R, m))) for each in at_end] * alone
+    own, visiting = (ceil_div(rows, FACTOR_ROOM) * FACTOR_ROOM for rows in (m, n))
+    found = [
+        BufferTerm("factors", "both", (v.losses, own + visiting * (2 - alone)), "inverse norms of rows"),
+        *(sums, sums._replace(phase="finish"), *at_end, *in_panels),
+    ]
+    return found * v.traits.renormalised
+
+
+def _radial_parts(v: Choice, row_blocks: Any, key_blocks: Any) -> list[BufferTerm]:
+    """What tiles of a panel leave of radial sums, and the g of positives that they read."""
+    rows, keys, losses = row_blocks * Bg, key_blocks * Kg, v.losses
+    found = [
+        BufferTerm(
+            "radial parts of rows", "backward", (losses, key_blocks, rows), "of g times the cosine, of each tile"
+        ),
+        BufferTerm("radial parts of keys", "backward", (losses, row_blocks, keys), "the same"),
+        BufferTerm("positive gradients", "backward", (losses, rows), "g of each positive, unrounded"),
+    ]
+    return found * v.traits.renormalised
+
+
+FACTOR_ROOM = 256  # as in runtime/renormalised.py, rows of whole tiles
 COLUMN_NUMBERS = 14  # of each query or key of all ranks: ids, sums, what travels, and temporaries
 
 
@@ -313,6 +344,8 @@ def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
         and BufferTerm("widened_guide", phase, (a, D), "of a panel's rows, in full precision"),
         BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2 + further),
         BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
+        v.traits.renormalised
+        and BufferTerm("radial parts", phase, (1 + v.losses, a + b), "sums of a panel along its sides"),
         v.traits.strips > 0 and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),
         v.separate and BufferTerm("widened_queries", phase, (a, D), "a panel's rows, in full precision"),
         v.separate and BufferTerm("widened_keys", phase, (b, D), "a panel's keys, in full precision"),

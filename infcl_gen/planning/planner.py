@@ -73,7 +73,7 @@ def literals_of(record: Any) -> dict[str, Any]:
     return dataclasses.asdict(record, dict_factory=lambda pairs: {k: v for k, v in pairs if v or k not in _SELDOM})
 
 
-_SELDOM = ("means", "once", "pooled", "slabs", "triangle")  # fields whose default is False, 0 or ()
+_SELDOM = ("means", "once", "pooled", "renormalised", "slabs", "triangle")  # fields whose default is False, 0 or ()
 
 
 def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:

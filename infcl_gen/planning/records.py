@@ -106,7 +106,12 @@ def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
 @functools.lru_cache(maxsize=64)
 def _loss_digest(loss: LossSpec) -> str:
     literals = spec_as_dict(loss)
-    digested = (literals["formula"], literals["positives"], *literals.get("prefixes", ()))
+    digested = (
+        literals["formula"],
+        literals["positives"],
+        *literals.get("prefixes", ()),
+        *["renormalise"] * loss.renormalise,
+    )
     return hashlib.sha256(repr(digested).encode()).hexdigest()[:16]
 
 

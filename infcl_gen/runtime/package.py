@@ -213,6 +213,8 @@ class Block(NamedTuple):
     counts              queries and keys of the whole batch
     guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
     thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none
+    query_factors, key_factors  (prefixes, m) and (prefixes, n): inverse norms; None unless `Traits.renormalised`
+    query_radial, key_radial    the same shapes: in backward the radial sums (renormalised.py) of sides with gradients
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, but for those in
                         `Terms`, and of that of slopes, to which sweeps add; else None
 
@@ -244,6 +246,10 @@ class Block(NamedTuple):
     guide_keys: Tensor | None = None
     thresholds: Tensor | None = None
     key_guide: Tensor | None = None
+    query_factors: Tensor | None = None
+    key_factors: Tensor | None = None
+    query_radial: Tensor | None = None
+    key_radial: Tensor | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -281,12 +287,19 @@ class Block(NamedTuple):
             None if self.guide_keys is None else panel(self.guide_keys, key0, keys),
             None if self.thresholds is None else panel(self.thresholds, row0, rows),
             None if self.key_guide is None else panel_columns(self.key_guide, key0, keys),
+            None if self.query_factors is None else panel_columns(self.query_factors, row0, rows),
+            None if self.key_factors is None else panel_columns(self.key_factors, key0, keys),
+            None if self.query_radial is None else panel_columns(self.query_radial, row0, rows),
+            None if self.key_radial is None else panel_columns(self.key_radial, key0, keys),
         )  # fmt: skip
 
     def prefix(self, number: int, columns: int) -> Block:
         """The block of so many first columns of the features, with the statistics of one of several prefixes."""
         assert not isinstance(self.queries, Terms)
+        own = ("query_factors", "key_factors", "query_radial", "key_radial")
+        given = {name: x[number] for name in own if (x := getattr(self, name)) is not None}
         return self._replace(
+            **given,
             q=self.q[:, :columns], k=self.k[:, :columns], queries=self.queries and self.queries.prefix(number),
             keys=self.keys and self.keys.prefix(number), positive=self.positive[:, number],
         )  # fmt: skip

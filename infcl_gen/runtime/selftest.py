@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from .group import ALONE
 from .launch import INTERPRETED
@@ -184,7 +185,14 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
     if package.traits.slabs:  # the g of a slab is the sum of those of its prefixes
         alone = dataclasses.replace(package, traits=dataclasses.replace(package.traits, slabs=()))
         for columns, weight in zip(package.traits.prefixes, package.loss.PREFIX_WEIGHTS, strict=True):
-            part = _rounded(alone, exact, q[:, :columns], None if k is None else k[:, :columns], scale)
+            own, others = q[:, :columns], None if k is None else k[:, :columns]
+            if package.traits.renormalised and others is not None:
+                # What rows lose along themselves has the errors of their sums, too.
+                over = {f"d{name}": 2 / float(x.norm(dim=1).min()) for name, x in (("q", own), ("k", others))}
+                part = _rounded(alone, exact, normalize(own, dim=1), normalize(others, dim=1), scale)
+                part = {name: value * over.get(name, 1.0) for name, value in part.items()}
+            else:
+                part = _rounded(alone, exact, own, others, scale)
             found = {name: found.get(name, 0.0) + weight * value for name, value in part.items()}
         return found
     k, given = q if k is None else k, k

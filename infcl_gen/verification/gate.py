@@ -146,19 +146,27 @@ def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
     """What the gate needs to judge results of `module` for this input; takes a few M x N matrices in fp64."""
     mathematics, reference = loss_module(module), oracle(module, inputs)
     if not hasattr(mathematics, "PREFIXES"):
-        bound, magnitude, states = _error_bound(module, inputs, reference)
+        bound, magnitude, states = _error_bound(module, inputs, reference, inputs.q.dtype)
         return Truth(reference, plain_torch(module, inputs), bound, magnitude, states)
 
     def of_prefix(part: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
         exact = part._replace(q=part.q.double(), k=part.others.double())
-        return _error_bound(module, part, plain_of_all(mathematics, exact))[:2]
+        return _error_bound(module, part, plain_of_all(mathematics, exact), inputs.q.dtype)[:2]
 
-    # Bounds of sums: each prefix has its own.
+    # Bounds of sums: each prefix has its own. Quotients are exact to the statistics' dtype.
+    exact = inputs._replace(q=inputs.q.double(), k=inputs.others.double()) if mathematics.RENORMALISE else inputs
     bound, magnitude = (
-        over_prefixes(mathematics, inputs, lambda part, place=place: of_prefix(part)[place])  # type: ignore[misc]
+        over_prefixes(mathematics, exact, lambda part, place=place: of_prefix(part)[place], _over_norms)  # type: ignore[misc]
         for place in range(2)
     )
     return Truth(reference, plain_torch(module, inputs), bound, magnitude)
+
+
+def _over_norms(x: Tensor, errors: Tensor) -> Tensor:
+    """Errors in the gradient of x from those of x over its norm. What x has along itself is taken off, with the errors
+    of that: twice the size at most."""
+    norms: Tensor = torch.linalg.vector_norm(x.to(errors.dtype), dim=1, keepdim=True).clamp(min=1e-12)
+    return 2 * errors / norms
 
 
 def truth_by_slices(module: ModuleType, inputs: Inputs) -> Truth:
@@ -228,12 +236,12 @@ def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tenso
 
 @torch.no_grad()
 def _error_bound(
-    module: ModuleType, inputs: Inputs, reference: LossAndGrads
+    module: ModuleType, inputs: Inputs, reference: LossAndGrads, dtype: torch.dtype
 ) -> tuple[LossAndGrads, LossAndGrads, dict[str, tuple[Tensor, Tensor]]]:
     """The bound of the module docstring; the magnitudes, each sum with absolute values for its terms; and
-    `Truth.states`."""
+    `Truth.states`. `dtype`: of the features."""
     mathematics, plan = loss_module(module), module.SPEC["plan"]
-    dtype, traits = inputs.q.dtype, Traits(**module.SPEC["loss"]["traits"])
+    traits = Traits(**module.SPEC["loss"]["traits"])
     out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
     u, v = out.eps / 2, statistics.eps / 2
     w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])

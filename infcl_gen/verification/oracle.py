@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from infcl_gen.runtime.selftest import Results as LossAndGrads
@@ -83,9 +84,12 @@ class Inputs(NamedTuple):
         found += [x.to(scale.dtype) for x in (self.query_state, self.key_state) if x is not None]
         return tuple(found)
 
-    def prefix(self, columns: int) -> "Inputs":
-        """The inputs with so many first columns of the features."""
-        return self._replace(q=self.q[:, :columns], k=None if self.k is None else self.k[:, :columns])
+    def prefix(self, columns: int, renormalise: bool = False) -> "Inputs":
+        """The inputs with so many first columns of the features, divided by their norms if asked."""
+        q, k = self.q[:, :columns], None if self.k is None else self.k[:, :columns]
+        if renormalise:
+            q, k = normalize(q, dim=1), None if k is None else normalize(k, dim=1)
+        return self._replace(q=q, k=k)
 
     @property
     def others(self) -> Tensor:
@@ -138,19 +142,37 @@ class Inputs(NamedTuple):
         return (self.guide_queries.to(products) @ self.guide_keys.to(products).T).to(result)
 
 
-def over_prefixes(mathematics: Any, inputs: Inputs, work: Callable[[Inputs], LossAndGrads]) -> LossAndGrads:
+def over_prefixes(
+    mathematics: Any,
+    inputs: Inputs,
+    work: Callable[[Inputs], LossAndGrads],
+    through: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> LossAndGrads:
     """`work` of a loss without prefixes for the inputs; else the sum of what it finds for each prefix, times weights.
 
-    Gradients of features are as wide as these.
+    Gradients of features are as wide as these. Where features are divided by their norms, `through(x, found)` is that
+    of x (rows, columns) from what `work` finds of the quotients; by default the gradient.
     """
     if not hasattr(mathematics, "PREFIXES"):
         return work(inputs)
     total: list[Any] = [0.0] * len(LossAndGrads._fields)
     for columns, weight in zip(mathematics.PREFIXES, mathematics.PREFIX_WEIGHTS, strict=True):
-        for place, value in enumerate(work(inputs.prefix(columns))):
+        results = work(inputs.prefix(columns, mathematics.RENORMALISE))
+        if mathematics.RENORMALISE:
+            own, back = inputs.prefix(columns), through or _through_normalize
+            results = results._replace(dq=back(own.q, results.dq), dk=back(own.others, results.dk))
+        for place, value in enumerate(results):
             padding = (0, inputs.q.shape[1] - columns) if value.dim() else ()
             total[place] = total[place] + weight * torch.nn.functional.pad(value, padding)
     return LossAndGrads(*total)
+
+
+def _through_normalize(x: Tensor, of_quotient: Tensor) -> Tensor:
+    """The gradient of x from that of `normalize(x)`."""
+    with torch.enable_grad():
+        own = x.detach().to(of_quotient.dtype).requires_grad_()
+        (found,) = torch.autograd.grad(normalize(own, dim=1), own, of_quotient)
+    return found
 
 
 def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:

@@ -571,6 +571,9 @@ def flagged_gradients(made: Made, device: str = "cpu") -> None:
             scratch.flags.zero_()
             pairs = [statistics.view(each, prefixes) for each in sides]
             block = package._runtime.package.Block(x, x, one, zero, 0, 0, *pairs, positive)
+            if package.ContrastiveLoss._package.traits.renormalised:
+                names = ("query_factors", "key_factors", "query_radial", "key_radial")
+                block = block._replace(**{name: torch.ones(count, 64, device=device) for name in names})
             schedule.backward_block(block, *sums, scratch)
             found = bool(scratch.flags.any())
             assert found == flagged, f"flagged: {found}, where an exponent of side {side}, prefix {prefix} is {low}"

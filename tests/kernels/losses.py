@@ -42,6 +42,8 @@ siglip_of_rows, siglip_multi_of_rows, siglip_labels_of_rows, squares_by_id_of_ro
 over = {16: 1.0, 32: 0.5, 48: 2.0}
 clip_prefixes = dataclasses.replace(CLIP, prefixes=over)
 infonce_prefixes = dataclasses.replace(INFONCE, prefixes=over)
+clip_cosines_prefixes = dataclasses.replace(clip_prefixes, renormalise=True)
+infonce_cosines_prefixes = dataclasses.replace(infonce_prefixes, renormalise=True)
 matryoshka = dataclasses.replace(CLIP, prefixes=(96, 192, 384, 768))
 uneven_prefixes = dataclasses.replace(CLIP, prefixes={32: 1.0, 64: 0.5, 96: 2.0, 136: 1.0})  # two end in one stage
 

@@ -79,7 +79,7 @@ ABOVE, ABOVE_OF_A_RING = Made("panel", "gist"), Made("panel", "gist", devices=4,
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
-PREFIXES = Made("panel", "clip_prefixes", dim=48)
+PREFIXES, COSINES = Made("panel", "clip_prefixes", dim=48), Made("panel", "clip_cosines_prefixes", dim=48)
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
 RAGGED = [(33, 70), (65, 65), (100, 97)]
@@ -821,6 +821,43 @@ BUGS: dict[str, Bug] = {
         checks.numerics,
         (case(1000.0, "unnormalised"),),
         "dq",
+    ),
+    "the positive of a cosine is a product": Bug(
+        COSINES,
+        (("kernels.py", "own_z *= tl.load(key_factors + columns, mask=here, other=0.0)", "own_z *= 1.0"),),
+        checks.numerics,
+        (case(features="unnormalised"),),
+        "loss",
+    ),
+    "radial sums have the g of a negative for the positive": Bug(
+        COSINES,
+        (("kernels.py", "== own_places[:, None]", "== own_places[:, None] - 2**30"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "terms beyond the last key are not cleared": Bug(
+        COSINES,
+        (("kernels.py", "(tl.arange(0, GRADIENT_KEYS) < keys - key0)[None, :], value, 0.0)", "True, value, 0.0)"),),
+        checks.numerics,
+        (case(1000.0, "negative"),),
+        "NaN",
+    ),
+    "radial sums of a strip computed again have those before": Bug(
+        COSINES,
+        (
+            (
+                "kernels.py",
+                "tl.store(key_radial + part * radial_keys + columns,",
+                "tl.store(key_radial - 0 * part + columns - columns,",
+            ),
+        ),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+        "dk",
+    ),
+    "a row loses of each slab what its own prefix has along it": Bug(
+        COSINES, (("_runtime/renormalised.py", "shorter.add_(longer)", "pass"),), checks.numerics, (case(),), "dq"
     ),
     # ---- rows that are keys of each other
     "a row is a key of its own": Bug(

@@ -152,7 +152,10 @@ def check_ratios(made: Made) -> None:
         made("stash"),
         made("rows", "infonce"),
         made("panel", "smooth_clip"),
-        *(Made("panel", f"{loss}_prefixes", "bf16", 48, ROWS, small=False) for loss in ("clip", "infonce")),
+        *(
+            Made("panel", f"{loss}_prefixes", "bf16", 48, ROWS, small=False)
+            for loss in ("clip", "infonce", "clip_cosines")
+        ),
         made("rows", "smooth", devices=2, settings={"transport": "gather", "panel_rows": "1280"}),
         made("panel", "smooth", devices=2, settings={"transport": "ring"}),
         made("rows", "infonce", settings={"panel_rows": "512", "replay": "off"}),

@@ -11,7 +11,10 @@ from tests.kernels.worker import Interpreter
 
 CLIP = Made("panel", "clip_prefixes", dim=48)
 INFONCE = Made("panel", "infonce_prefixes", "fp16", dim=48, settings=(("descriptors", "off"),))
-BOTH = pytest.mark.parametrize("made", [CLIP, INFONCE], ids=["clip", "infonce"])
+CLIP_COSINES = Made("panel", "clip_cosines_prefixes", dim=48)
+INFONCE_COSINES = Made("panel", "infonce_cosines_prefixes", dim=48, settings=(("descriptors", "off"),))
+ALL = {"clip": CLIP, "infonce": INFONCE, "clip_cosines": CLIP_COSINES, "infonce_cosines": INFONCE_COSINES}
+BOTH = pytest.mark.parametrize("made", ALL.values(), ids=ALL)
 
 
 @BOTH
@@ -35,6 +38,7 @@ def test_ragged_sizes_amid_nan(interpreted: Interpreter, made: Made) -> None:
 def test_a_flag_for_all_prefixes(interpreted: Interpreter) -> None:
     interpreted(checks.flagged_sums, CLIP)
     interpreted(checks.flagged_gradients, CLIP)
+    interpreted(checks.flagged_gradients, CLIP_COSINES)
 
 
 @BOTH
@@ -42,12 +46,22 @@ def test_frozen_sides(interpreted: Interpreter, made: Made) -> None:
     interpreted(checks.frozen_sides, made)
 
 
-@pytest.mark.parametrize(("loss", "transport"), [("clip", "ring"), ("clip", "gather"), ("infonce", "ring")])
+@pytest.mark.parametrize(
+    ("loss", "transport"),
+    [
+        ("clip", "ring"),
+        ("clip", "gather"),
+        ("infonce", "ring"),
+        ("clip_cosines", "ring"),
+        ("infonce_cosines", "gather"),
+    ],
+)
 def test_over_ranks(interpreted: Interpreter, loss: str, transport: str) -> None:
     made = Made("panel", f"{loss}_prefixes", dim=48, devices=4, settings=(("transport", transport),))
     interpreted(checks.over_ranks, made, 3, [[130, 0, 10], [40, 0, 0]])
 
 
-def test_selftest_of_the_planned_tiles(interpreted: Interpreter) -> None:
+@pytest.mark.parametrize("loss", ["clip_prefixes", "clip_cosines_prefixes"])
+def test_selftest_of_the_planned_tiles(interpreted: Interpreter, loss: str) -> None:
     """Whose last slab is no whole tile of the depth."""
-    interpreted(checks.selftest, Made("panel", "clip_prefixes", dim=48, small=False))
+    interpreted(checks.selftest, Made("panel", loss, dim=48, small=False))

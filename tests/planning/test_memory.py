@@ -50,6 +50,7 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 64, "dim": 256, "dtype": "fp64", "loss": "siglip"},
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 128, 256], "memory_budget": "16MiB"},
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "prefixes": [5, 96]},
+        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 256], "renormalise": True},
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "frozen": "query"},
         {"batch_size": 3000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "18MiB"},
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "frozen": "query"},

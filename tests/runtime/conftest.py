@@ -112,6 +112,7 @@ from infcl_gen.losses import CLIP, INFONCE
 
 prefixes = {2: 1.0, 5: 0.5, 8: 2.0}
 clip, infonce = (dataclasses.replace(loss, prefixes=prefixes) for loss in (CLIP, INFONCE))
+clip_cosines, infonce_cosines = (dataclasses.replace(loss, renormalise=True) for loss in (clip, infonce))
 """
 GUIDED = """
 from infcl_gen.losses.language import *
@@ -133,6 +134,7 @@ FILES = {
     "tempered_infonce": "tempered.py:INFONCE", "tempered_clip_ids": "tempered.py:CLIP",
     "tempered_siglip": "tempered.py:SIGLIP", "tempered_hard": "tempered.py:HARD",
     "clip_prefixes": "prefixes.py:clip", "infonce_prefixes": "prefixes.py:infonce",
+    "clip_cosines": "prefixes.py:clip_cosines", "infonce_cosines": "prefixes.py:infonce_cosines",
     "cwcl_both": "guided.py:BOTH", "cwcl_rince": "guided.py:RINCE",
     "smooth": "smooth.py:INFONCE", "smooth_clip": "smooth.py:CLIP", "smooth_rince": "smooth.py:RINCE",
 }  # fmt: skip

@@ -59,6 +59,7 @@ class Traits:
                       "key_scale"
     slabs             widths of the slabs of columns by which one prefix of the features exceeds the one before: each
                       prefix has statistics and a loss of its own, which are added; none where all features are one
+    renormalised      whether similarities of a prefix are cosines: products over the norms of both its rows
     domain            "rectangle": queries and keys; "triangle": queries are keys of each other, but not of themselves,
                       and z_ij = z_ji is computed once
     """
@@ -82,6 +83,7 @@ class Traits:
     pooled: int = 0
     scaled: tuple[str, ...] = ()
     slabs: tuple[int, ...] = ()
+    renormalised: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slabs", tuple(self.slabs))  # stored as a list

@@ -11,6 +11,8 @@
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     columns     of any number of positives are summed by ids before `combine`, and what keys get by that after it
                 (columns.py)
+    cosines     of renormalised prefixes: tiles multiply products by factors of rows and keys, and radial sums of keys
+                travel beside the sums for dk (renormalised.py)
     per row     where a call takes the loss of each query, backward multiplies what `combine` has left of it by the
                 factor that it gets (`_times_upstream`)
     pooled      before `combine` two numbers of the whole batch follow from the positives of all queries (pooled.py)
@@ -49,6 +51,7 @@ from .launch import panel, panel_columns
 from .means import Means
 from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, combined, products
 from .pooled import pooled
+from .renormalised import Renormalised
 from .scaled import row_dots
 from .statistics import Statistics, Terms, by_prefix, view
 from .table import Table
@@ -151,7 +154,7 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         sweep = _Sweep(package, call, layout, saved, group)
         if isinstance(sweep.means, Means):
             sweep.means.rows = each
-        weighting = _Weighting(package, call, layout, upstream, gradients, means=sweep.means)
+        weighting = _Weighting(package, call, layout, upstream, gradients, further=sweep.further)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
 
@@ -337,7 +340,7 @@ def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: T
     if package.traits.means:
         means = Means(package, call, call.k.shape[0])
         means.see(call.k)
-    weighting = _Weighting(package, call, layout, upstream, gradients, means=means)
+    weighting = _Weighting(package, call, layout, upstream, gradients, further=means)
     dq, dk = _results(call, gradients, weighting.dtype)
     if sums[0] is not None:
         weighting.queries(sums[0], sums[0] if dq is None else dq)
@@ -443,8 +446,14 @@ class _Sweep:
             self.means = WeightedMeans(package, call, saved.weighted, group)
         elif package.traits.means:
             self.means = Means(package, call, sum(layout.keys))
+        self.renormalised = Renormalised(package, call) if package.traits.renormalised else None
         self.thresholds = _thresholds(package, call) if package.traits.thresholds else None
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
+
+    @property
+    def further(self) -> Means | WeightedMeans | Renormalised | None:
+        """What sums are changed by before they are gradients."""
+        return self.renormalised if self.means is None else self.means
 
     @property
     def slopes(self) -> Tensor | int:
@@ -460,6 +469,9 @@ class _Sweep:
         counts = sum(self.layout.rows), sum(self.layout.keys)
         found = (self.queries, None, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
         block = Block(q, k, scale, bias, self.positives, first, *found)
+        if self.renormalised is not None:
+            factors = self.renormalised.of_queries, self.renormalised.factors(k)
+            block = block._replace(query_factors=factors[0], key_factors=factors[1])
         guide_queries, thresholds = self.call.guide_queries, self.thresholds
         return block._replace(guide_queries=guide_queries, guide_keys=guide_keys, thresholds=thresholds, **of_keys)
 
@@ -592,6 +604,8 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = No
         both = q.new_empty((room + step_room, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
         sums, total = both[:room] if room else None, both[room:] if step_room else None
     block, by_rows = sweep.own_block(), sweep.package.rows
+    if sweep.renormalised is not None:
+        block = sweep.renormalised.with_sums(block, None, *wanted)
     if sweep.means is not None:
         sweep.means.see(block.k)
     scratch = (schedule.rows_scratch if by_rows else schedule.backward_scratch)(step, keys, q.device)
@@ -676,6 +690,8 @@ def _finished(
     for block in sweep.visits(trip):
         if scratch is None:
             scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
+        if sweep.renormalised is not None:
+            block = sweep.renormalised.with_sums(block, trip, *weighting.products)
         how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
         schedule.backward_block(block, dq_sum, trip["key gradients"] if of_keys else None, scratch, **how)
         if sweep.means is not None and of_keys:
@@ -690,8 +706,8 @@ def _finished(
         return dq, None
     del dq_sum
     dk_sum = trip.home("key gradients")
-    if sweep.means is not None:
-        sweep.means.arrived(trip)
+    if sweep.further is not None:
+        sweep.further.arrived(trip)
     del trip
     if dk is None:
         dk = dk_sum if in_place else k.new_empty(k.shape)
@@ -707,7 +723,7 @@ def _key_room(package: Package, keys: int) -> int:
 
 class _Weighting:
     """Turns sums over pairs into gradients: the weight of a term, the upstream gradient and the logit's factor; before
-    that each gets the part that `means` has of it.
+    that each gets the part that `further` has of it.
 
     `dtype` is that of dq and dk. In the statistics dtype they may overwrite the sums.
     """
@@ -720,9 +736,9 @@ class _Weighting:
         upstream: Tensor,
         gradients: int,
         result: torch.dtype | None = None,
-        means: Means | WeightedMeans | None = None,
+        further: Means | WeightedMeans | Renormalised | None = None,
     ) -> None:
-        self._means = means
+        self._further = further
         schedule, self.gradients, self.products = package.schedule, gradients, products(gradients)
         self._schedule, self._q, self._k, dtype = schedule, call.q, call.k, schedule.STATISTICS_DTYPE
         self._factors = call.scale, call.bias, upstream.to(dtype).contiguous(), _weight(layout, call.options)
@@ -749,13 +765,13 @@ class _Weighting:
         rows, each = total.shape[0], self._schedule.FINISH_ROWS
         if rows:
             dots = None if self._dots is None else panel(self._dots, start // each, -(-rows // each))
-            more = {} if self._means is None else self._means.for_queries(total, start)
+            more = {} if self._further is None else self._further.for_queries(total, start)
             self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots, **more)
 
     def keys(self, total: Tensor, out: Tensor) -> None:
         if total.shape[0]:
             dots = None if self.products.of_queries else self._dots
-            more = {} if self._means is None else self._means.for_keys(total)
+            more = {} if self._further is None else self._further.for_keys(total)
             self._schedule.finish(total, self._k, *self._factors, out, dots=dots, **more)
 
     def scalars(self, slopes: Tensor | int) -> tuple[Tensor | None, Tensor | None]:
