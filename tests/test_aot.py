@@ -100,6 +100,16 @@ def test_kernels_of_partners(tmp_path: Path) -> None:
     check(resources(package, "sm_90", "partners", "combine"), package, "sm_90", "partners", "combine")
 
 
+@pytest.mark.parametrize("dim", [40, 768])
+def test_kernels_of_rows_in_pairs(dim: int, tmp_path: Path) -> None:
+    """At D = 40 one block spans the features, which the forward reads in each step."""
+    package = infcl_gen.generate(
+        output=tmp_path / "p", loss="three_block", batch_size="64k", dim=dim, device_profile="h200"
+    )
+    kernels = ("forward", "positives", "combine", "gradient", "gradient_positives")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
 @pytest.mark.parametrize(("loss", "dim"), [("mil_nce", 96), ("mil_nce", 768), ("mil_nce_multi", 768)])
 def test_kernels_of_columns(loss: str, dim: int, tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")

@@ -107,12 +107,12 @@ def test_templates_stay_small() -> None:
     of a row's partner; 308 are of a guide, whose sweep on the CPU and whose sums are their own, 83 of these for sums of
     both axes; 925 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
     each, 334 of these on Hopper alone; 136 of their cosines; 15 are of a number of all positives; 34 leave out pairs
-    above a threshold; 11 have the sums of columns in a query's term; 20 take weights and states of keys, and positives
-    in these sums; 31 add up the terms of each query of a sum over pairs.
+    above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
+    take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5288 and pages <= 150
+    assert sum(lines.values()) - pages <= 5340 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -184,7 +184,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 23 329 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 23 571 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 607 for queries'
@@ -194,6 +194,7 @@ def test_the_source_stays_small() -> None:
     the peers of bench, 325 for a guide and 266 for its softmaxes of both sides,
     479 for prefixes from the flag to the gate, 375 for their cosines, likewise, 50 for numbers at the planned size,
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,
+    242 for thresholds and blocks of rows in pairs, likewise,
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
     keys, 258 for losses of single queries, likewise, 127 of these for sums over pairs, 27 to print an
     expression of costs, and a literal, once,
@@ -209,5 +210,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 23_329, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 23_571, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_050 and pages <= 850 and step <= 3_490

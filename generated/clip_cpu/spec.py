@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "583fa54a17b7f5bf2a4ef912a775efd2329ca5a43e40e70fd34dda0ad0513dee",
+    "digest": "9cda65cc7cfa45ed762003c137495fcc7f7f6be78f73eff911c661af76adb609",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "62889a54a04e45a77b4478533d926280ef06486ebff249f46f9e7fe7a934e520",
+    "digest": "4aafdc9c6c8be64d142d32f6e4ea2bd907a0108e103b93765f2ac6aa7574576b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -14,10 +14,11 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
-from infcl_gen.losses import Derivation, formulas_of, left_out, triton_code
+from infcl_gen.losses import Derivation, Sides, formulas_of, left_out, others_left_out, triton_code
 from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.candidates import PANEL_LIMIT
 from infcl_gen.planning.planner import Plan
+from infcl_gen.runtime.traits import Traits
 
 
 def _clamped(places: str) -> str:
@@ -113,13 +114,24 @@ _BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float
 _BELOW_OF_SIDES = f"""{_BELOW}
 of_rows = tl.where(out_of_rows, float("-inf"), below)
 of_columns = tl.where(out_of_columns, float("-inf"), below)"""
-_PLACES_OF_COLUMNS = f"""\
-column_places = tl.load(key_labels + columns, mask=columns < keys, other=-1) - first_query
-column_places = {_clamped("column_places")}"""
+LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
+_TO_COLUMNS = "column_places = tl.load(key_labels + columns, mask=columns < keys, other=-1) - first_query"
+_TO_ROWS = f"row_places = {LABELLED}"
+# Of a pair's rows the first comes before its positive.
+_FIRST_COLUMNS = "column_first = (column_places > columns + (first_key - first_query))[None, :]"
+_FIRST_ROWS = "row_first = (row_places > rows + (first_query - first_key))[:, None]"
+_PLACES_OF_COLUMNS = f"{_TO_COLUMNS}\ncolumn_places = {_clamped('column_places')}"
+_COLUMN_THRESHOLDS = "column_thresholds = tl.load(key_thresholds + columns, mask=columns < keys, other=0.0)"
+_ROW_THRESHOLDS = "row_thresholds = tl.load(thresholds + rows, mask=rows < queries, other=0.0)"
+_OF_ROWS = Sides("row_first", "(row_first == 0)", "column_first", "(column_first == 0)")
+_OF_COLUMNS = Sides(*_OF_ROWS[2:], *_OF_ROWS[:2])
+_ABOVE_OF_SIDES = "(z > row_thresholds[:, None])", "(z > column_thresholds[None, :])"
+_LEGEND_OF_SIDES = """\
+sides               a row is the first of its pair, or the second, as its positive comes after it, or before it.
+                        Pairs of some sides are left out of r_i"""
 _OWN_SHARE = "lacking({0}s, here, z, {1}, {2}_exponent, {2}_mantissa, slope)"
 _OWN_G = "QUERY_SHARE * tl.load({1} + {0}s, mask=here, other=0.0)"
 SLAB_WIDE_NUMBERS = 1024  # of a tile that is computed again, beside statistics of all prefixes
-LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
 def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: DeviceProfile) -> dict[str, Any]:
@@ -366,21 +378,49 @@ def _class_context(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _masks_of_sides(plan: Plan) -> dict[str, str]:
+def _masks_of_sides(plan: Plan) -> dict[str, Any]:
     """The terms of a tile that enter the sums of its rows, and of its columns: of a triangle each has its own mask."""
     apart = plan.traits.masked and plan.traits.triangle
+    paired = apart and plan.traits.own_references
     both = " + id_mask" if plan.traits.masked else " + below" * plan.traits.triangle
     return {
-        "left_out": "left_out_of_sides" if apart else "left_out",
+        "left_out": "left_out_of_pairs" if paired else "left_out_of_sides" if apart else "left_out",
         "kept_terms": "kept_terms_of_sides" if apart else "kept_terms",
         "row_terms": "row_terms" if apart else "p",
         "column_terms": "column_terms" if apart else "p",
         "plus_row_mask": " + of_rows" if apart else both,
         "plus_column_mask": " + of_columns" if apart else both,
-        "places_of_columns": _PLACES_OF_COLUMNS if apart else ABSENT,
+        "places_of_columns": _PLACES_OF_COLUMNS if apart and not paired else ABSENT,
         "places_of_rows": LABELLED,
         "places_as_int32": _clamped("row_places"),
+        **_sides_of_pairs(plan.traits, paired),
     }
+
+
+def _sides_of_pairs(traits: Traits, paired: bool) -> dict[str, Any]:
+    """What a triangle's tiles have of thresholds and sides, where rows are pairs: by rows and by columns."""
+    by_side, above = paired and traits.by_side, paired and traits.thresholds
+    others = [
+        " | ".join(others_left_out(traits.classes, "same_id", text, " & ", sides))
+        for text, sides in zip(_ABOVE_OF_SIDES, (_OF_ROWS, _OF_COLUMNS), strict=True)
+    ]
+    which = [
+        left_out(traits.classes, "same_id", "is_positive", "(is_positive == 0)", text, " & ", " | ", sides)
+        for text, sides in zip(_ABOVE_OF_SIDES, (_OF_ROWS, _OF_COLUMNS), strict=True)
+    ]
+    return {
+        "apart_by_rows": paired,
+        "above_rows": traits.thresholds and not paired,
+        "key_softmax": "kept_of_columns" if paired else "key_softmax",
+        "legend_of_sides": _LEGEND_OF_SIDES if by_side else ABSENT,
+        "first_columns": f"{_TO_COLUMNS}\n{_FIRST_COLUMNS}" if by_side else ABSENT,
+        "column_thresholds": _COLUMN_THRESHOLDS if above else ABSENT,
+        "first_rows": _FIRST_ROWS if by_side else ABSENT,
+        "row_thresholds": _ROW_THRESHOLDS if above else ABSENT,
+        "rows_of_sides": _TO_ROWS if by_side else ABSENT,
+        "left_out_of_rows": which[0], "left_out_of_columns": which[1],
+        "others_of_rows": others[0], "others_of_columns": others[1],
+    }  # fmt: skip
 
 
 def _sides_of_positives(plan: Plan) -> dict[str, str]:

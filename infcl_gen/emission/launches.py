@@ -25,7 +25,7 @@ _ALL = {
     "key_sum_of_positives": "block.key_positive[0]", "key_exponent_of_positives": "block.key_positive[4]",
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
     "guide_queries": "block.guide_queries", "guide_keys": "block.guide_keys", "thresholds": "block.thresholds",
-    "totals": "block.queries.total", "factors": "block.queries.factor",
+    "totals": "block.queries.total", "factors": "block.queries.factor", "key_thresholds": "block.key_thresholds",
     "guide_sum": "block.positive[0]", "guided": "block.positive[1]", "guide_exponent": "block.positive[4]",
     "pooled_ptr": "pooled", "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
     "g_of_slabs": "g.flatten(0, 1)",

@@ -24,7 +24,7 @@ from infcl_gen.losses import Derivation, formulas_of, is_builtin, left_out, loss
 from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan, literals_of
 from infcl_gen.planning.records import own_settings
-from infcl_gen.runtime.traits import Traits
+from infcl_gen.runtime.traits import SIDES, Traits
 from infcl_gen.version import __version__
 
 
@@ -272,10 +272,10 @@ y, _ = panels.products(u, converted(part.guide_keys, panels.k))
 
 def _torch_thresholds(traits: Traits) -> dict[str, Any]:
     """What the sweeps have of pairs that are left out above a threshold of their query."""
-    guide, found = traits.guide and traits.thresholds, traits.thresholds
+    guide, found = traits.guide and traits.thresholds, traits.thresholds and not traits.triangle
     return {
         "thresholds": found,
-        "legend_of_thresholds": _LEGEND_OF_THRESHOLDS[guide] if found else ABSENT,
+        "legend_of_thresholds": _LEGEND_OF_THRESHOLDS[guide] if traits.thresholds else ABSENT,
         "mask_of_panel": "1 mask of a panel, of the pairs that are above their thresholds" if found else ABSENT,
         "guide_of_rows": "u = converted(own.guide_queries, panels.u)"
         if guide
@@ -285,8 +285,38 @@ def _torch_thresholds(traits: Traits) -> dict[str, Any]:
         "above_by_guide": _ABOVE_BY_GUIDE if guide else ABSENT,
         "above": "above = panels.above(z, part.thresholds)" if found and not guide else ABSENT,
         "room_for_guide": "self.u = torch.empty_like(self.q)" if guide else ABSENT,
+        "room_for_masks": _MASKS.format("mask", "rows * columns") if found else ABSENT,
         "and_above": ", above" * found,
         "above_type": ", above: Tensor" * found,
+        "without_rows": ABSENT,
+        "without_columns": "",
+        **_torch_masks_of_sides(traits),
+    }
+
+
+_MASKS = "self.{} = torch.empty({}, dtype=torch.bool, device=q.device)"
+
+
+def _torch_masks_of_sides(traits: Traits) -> dict[str, Any]:
+    """What a triangle's sweeps have of pairs that are left out by thresholds, or by sides, where rows are pairs."""
+    if not traits.triangle:
+        return {}
+    if not traits.own_references:
+        return {"own_references": False, "left_out_of_sides": ABSENT, "summed": "x2"}
+    return {
+        "own_references": True,
+        "mask_of_panel": f"{traits.masks_of_sides} masks of a panel, of the pairs that are left out",
+        "room_for_masks": _MASKS.format("masks", f"({traits.masks_of_sides}, rows * columns)"),
+        "left_out_of_sides": "of_rows, of_columns = left_out(z, part, panels.masks)",
+        "summed": "e",
+        "and_above": ", of_rows, of_columns",
+        "above_type": ", of_rows: Tensor, of_columns: Tensor",
+        "without_rows": "g[strip].masked_fill_(of_rows[strip], 0.0)",
+        "without_columns": ".masked_fill_(of_columns[strip], 0.0)",
+        "further_room": "both" if traits.by_side else "_",
+        "thresholds_of_sides": traits.thresholds,
+        "by_side": traits.by_side,
+        "left_out_sides": str(tuple(SIDES[name] for name in traits.classes if name in SIDES)),
     }
 
 
@@ -505,9 +535,11 @@ def _torch_sides(traits: Traits) -> dict[str, Any]:
     if not traits.triangle:
         return {}
     without, combined = traits.without_positives, traits.combined
+    masked = traits.own_references
+    of_rows, of_columns = (f"e.copy_(x2).masked_fill_(of_{side}, -math.inf)" for side in ("rows", "columns"))
     return {
-        "without_positives_of_rows": _OF_ROWS_ALONE if without else ABSENT,
-        "without_positives_of_columns": _OF_COLUMNS_ALONE if without else ABSENT,
+        "without_positives_of_rows": of_rows if masked else _OF_ROWS_ALONE if without else ABSENT,
+        "without_positives_of_columns": of_columns if masked else _OF_COLUMNS_ALONE if without else ABSENT,
         "g_of_own_positive": _G_OF_COMBINED if combined else _G_OF_INCLUDED,
         "part_of_z": 4 if combined else 0,
         "share_there": "noted_there[0, there]" if combined else "lacking(sums_there, noted_there, there)",

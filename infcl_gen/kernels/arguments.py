@@ -38,7 +38,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
     "row_second_exponent row_second_sum key_second_exponent key_second_sum "
     "second_exponent second_mantissa key_second_mantissa partner_exponent partner_mantissa "
-    "stash_reference own_reference share thresholds factors totals "
+    "stash_reference own_reference share thresholds key_thresholds factors totals "
     "query_factors key_factors row_radial key_radial radial prefix_g",
     "*fp64": "part_sums sums pooled_ptr columns",
     "*bf16": "stash",
@@ -152,13 +152,14 @@ def classes(choice: Choice) -> str:
     if choice.traits.by_guide:
         return GUIDES
     if choice.traits.triangle:
-        return both_labels(choice)
+        return " ".join([both_labels(choice), *compared(choice)])
     return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids + compared(choice))
 
 
 def compared(choice: Choice) -> list[str]:
     """What a tile compares its similarities, or a guide's, with, where pairs above a threshold are left out."""
-    return ["thresholds", *[GUIDES] * choice.traits.guide] if choice.traits.thresholds else []
+    of_columns = ["key_thresholds"] * choice.traits.triangle
+    return ["thresholds", *of_columns, *[GUIDES] * choice.traits.guide] if choice.traits.thresholds else []
 
 
 class Part(NamedTuple):

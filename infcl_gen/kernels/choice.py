@@ -130,17 +130,17 @@ class Choice:
     @property
     def split(self) -> bool:
         """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32. Not
-        beside a guide, whose features would be halves, too, nor where similarities are compared with thresholds."""
+        beside a guide, whose features would be halves, too, nor where rows have references of their own."""
         where = (self.strategy, self.target, self.dtype, self.precision)
-        alone = not (self.traits.guide or self.traits.thresholds)
+        alone = not (self.traits.guide or self.traits.own_references)
         return where == ("panel", "cuda", "fp32", "default") and alone
 
     @property
     def exact(self) -> bool:
         """Whether every row and column has its own reference, so that no strip is computed again: of fp32 operands, and
-        where pairs above a threshold are left out, among which a sample would find its largest logits. Forward and
-        gradient then compare the similarities of one kind of tile."""
-        return (self.dtype == "fp32" and not self.split) or self.traits.thresholds
+        where pairs above a threshold, or of some sides, are left out, in which a sample would find its largest logits.
+        Forward and gradient then compare the similarities of one kind of tile."""
+        return (self.dtype == "fp32" and not self.split) or self.traits.own_references
 
     @property
     def input_precision(self) -> str:

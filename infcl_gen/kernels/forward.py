@@ -88,8 +88,8 @@ class ForwardTile(Tile):
 
 def keeps_keys(block: Block, choice: Choice) -> bool:
     """Whether a program reads its keys once: one block spans their depth, descriptors load it, and tensor cores read it
-    from shared memory. fp32 operands have another forward."""
-    whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
+    from shared memory. Where every row has its own reference there is another forward."""
+    whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and not choice.exact
     return whole and not choice.traits.pairs and not choice.traits.guide and not choice.traits.slabs
 
 

@@ -117,10 +117,13 @@ def beside_prefixes(blocks: Mapping[str, Block], architecture: str, choice: Choi
 def few_block(architecture: str, choice: Choice) -> Block | None:
     """The tile where a thread has registers for few numbers of z: two statistics take them, a guide's similarities, and
     exact products of fp32, whose larger tiles spill 300 to 2 600 bytes. Losses of one positive still have these, but
-    for those with thresholds. Beside them ids spill 32 bytes; beside a guide, pointers at D = 200 1 040."""
+    for those with thresholds. Beside them ids spill 32 bytes; beside a guide, pointers at D = 200 1 040. So do masks of
+    both rows of a pair 440 to 736 in the forward, and 88 in the gradient, and halves of these tiles none but 80 of
+    pointers at D = 100."""
     traits, wide = choice.traits, choice.operand_bytes > 2
     few = traits.guide or traits.ids or wide if traits.thresholds else traits.sorted_ids and wide
-    if not (traits.two_statistics or few):
+    masks_of_sides = traits.triangle and traits.own_references
+    if not (traits.two_statistics or few or masks_of_sides):
         return None
     roomy = traits.guide and choice.descriptors and not wide and not traits.ids and choice.inner_dim % 32 == 0
     if traits.guided_sides:
@@ -144,7 +147,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
     if choice.traits.slabs:
         return _of_slabs(choice, sums, sizes)
-    told = " ".join([IDS] * choice.traits.ids_in_tiles + [GUIDES] * choice.traits.by_guide + compared(choice))
+    by_class = [IDS] * choice.traits.ids_in_tiles + [GUIDES] * choice.traits.by_guide
+    told = " ".join(by_class + [both_labels(choice)] * choice.traits.by_side + compared(choice))
     diagonal, strides = "DIAGONAL" * choice.traits.triangle, f"{GUIDE_STRIDES * choice.traits.guide} {STRIDES}"
     sums += f" {softmaxes(choice)}"
     gradient = arguments(Q, K, told, SCALARS, sums, g, "flags" * shared, sizes, strides, diagonal, "DESCRIPTORS WIDEN")

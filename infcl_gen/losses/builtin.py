@@ -8,6 +8,7 @@ from infcl_gen.losses.language import (
     detach,
     exp,
     guide,
+    is_first,
     is_positive,
     is_self,
     key_state,
@@ -31,6 +32,7 @@ from infcl_gen.losses.language import (
     queries,
     query_state,
     same_id,
+    same_side,
     scale,
     similarity,
     softplus,
@@ -177,7 +179,8 @@ Each rank has as many keys as queries.
 
 A similarity that equals the pair's own, as of a document that occurs twice, may count or not: roundings decide.
 A loss of one's own has a margin: `step(guide - positive(guide) + margin)` leaves out what is as near, too.
-With `z` for `guide` a loss needs none: Qwen3 Embedding, arXiv 2506.05176, has `step(z - positive(z) - 1/10)`.""",
+With `z` for `guide` a loss needs none: Qwen3 Embedding, arXiv 2506.05176, has `step(z - positive(z) - 1/10)`.
+Its loss is `three_block`.""",
 )
 
 INFONCE_OUT = LossSpec(
@@ -330,6 +333,36 @@ Hard negatives are not part of this loss.""",
 )
 
 _others = (1 - is_self) * (1 - is_positive)
+_similar = similarity("query", "query")
+_wrong = step(_similar - positive(_similar) - Rational(1, 10))
+_documents_to_queries = (1 - is_first) * (1 - same_side)
+_right = positive(_of_rows)
+_of_kept = logsumexp_over_keys(_of_rows, where=_others * (1 - _wrong) * (1 - _documents_to_queries))
+_with_kept = _right + softplus(_of_kept - _right)
+
+THREE_BLOCK = LossSpec(
+    name="three_block",
+    formula=mean_over_queries(_with_kept + softplus(of_positive(_of_kept) - _with_kept) - _right),
+    positives="label",
+    doc="Qwen3 Embedding's contrastive loss: `four_block` of three blocks, without pairs that are likely right, too.",
+    source="Zhang et al., arXiv 2506.05176, equation 1, without its hard negatives",
+    use="""\
+For text embeddings from pairs of a query and a document, in batches that may hold further right answers.
+A query is compared with all documents and all other queries, and its document with all other documents.
+What the document has with other queries is the fourth block of `four_block`, and is not in this loss.
+The pair itself counts once.
+A pair of any block is left out where its similarity exceeds that of the query and its document by more than 0.1.
+The paper takes cosines, so features have norm 1. `scale` is 1 / temperature. `bias` changes nothing.
+
+A call is that of `four_block`: `contrastive_loss(torch.cat([queries, documents]), None, scale)`.
+The row of a pair that comes first is the query, also where `labels` name the pairs.
+Both rows of a pair are on one rank. Other labels are refused, or give NaN, as in `four_block`.
+
+A sample whose negatives are all left out has a loss of 0. Thresholds have no gradient.
+A document that occurs twice is as near as the query's own, and counts; the paper leaves it out.
+The paper's hard negatives are not part of this loss. Nor are they rows of the call, each of which has a positive.
+[Below](#thresholds) is one of four blocks with a threshold. Another margin is one number there.""",
+)
 
 DCL = LossSpec(
     name="dcl",
@@ -529,6 +562,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         SIGLIP_MULTI,
         NTXENT,
         FOUR_BLOCK,
+        THREE_BLOCK,
         DCL,
         DCLW,
         DEBIASED,

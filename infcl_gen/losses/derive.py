@@ -561,7 +561,9 @@ def _slope_of_query(form: Form, symbol: Symbol) -> Expr:
     found = diff(form.query_term, symbol)
     if form.pooled is not None:
         found += _factor_of_pooled(form) * pooled_slope * diff(sympy.exp(form.pooled - pooled), symbol)
-    factored = form.pooled is not None or form.crossed  # 1 - sigmoid(u) stands in products of several terms
+    factored = (
+        form.pooled is not None or form.crossed or form.partnered
+    )  # 1 - sigmoid(u) stands in products of several terms
     return _stable(sympy.factor_terms(found) if factored else found)
 
 

@@ -16,10 +16,10 @@ positives, those of one id, and those whose similarity, or a guide's, exceeds th
 in that of its positive. F may also depend on t of the key that is the positive. G that is more than constant multiples
 is such a part of F. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that
 of i != j over z, and its domain a triangle. There F may also depend on s of the row that is the positive: rows are then
-pairs, each the positive of the other. To F and G may be added constants times the mean of a query's logits, m_i, and of
-a key's, d_j. Of sides with a guide each, F has as such a statistic the mean of a query's logits by the softmax over
-keys, and G that of a key's by the softmax over queries, times constants. `form_of` reads formulas, and nothing else
-does.
+pairs, each the positive of the other. So they are beside thresholds, and where a sum leaves out pairs by which row of
+its pair each of the two is. To F and G may be added constants times the mean of a query's logits, m_i, and of a key's,
+d_j. Of sides with a guide each, F has as such a statistic the mean of a query's logits by the softmax over keys, and G
+that of a key's by the softmax over queries, times constants. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -33,7 +33,20 @@ import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
-from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
+from infcl_gen.losses.language import (
+    LossError,
+    LossSpec,
+    bias,
+    is_first,
+    is_positive,
+    is_self,
+    keys,
+    queries,
+    same_id,
+    same_side,
+    scale,
+    z,
+)
 from infcl_gen.losses.printers import (
     c,
     cp,
@@ -58,7 +71,7 @@ from infcl_gen.losses.printers import (
     uk,
     x,
 )  # fmt: skip
-from infcl_gen.runtime.traits import Domain
+from infcl_gen.runtime.traits import SIDES, Domain
 
 ONE = Integer(1)
 
@@ -97,7 +110,8 @@ class Form:
     of_means    what multiplies m_i in M * L beside F, and d_j beside G: constants
     pair_term   h, times M; None without one
     excluded    the classes of pairs that are left out of the log-sum-exps: "positive", "same_id", pairs of one id but
-                no positive, and "above" or "above_by_guide", pairs above their query's threshold, but no positive
+                no positive, and "above" or "above_by_guide", pairs above their query's threshold, but no positive; and
+                those of `SIDES`, by which row of its pair each of the two is, but no positive
     threshold   of a query: threshold[0] * y + threshold[1], y the similarity of its positive, or a guide's; None
                 without one
     domain      of the pairs (i, j): as in `Traits`
@@ -226,6 +240,8 @@ _OUTSIDE = {
     "is_positive": "is_positive stands outside of log-sum-exps: write it in their logit or where=, or write positive",
     "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
     "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
+    "is_first": "is_first stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
+    "same_side": "same_side stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
     language.guide.name: "guide stands outside of means by it: write mean_by_softmax(x, guide), or it in a weight= "
     "or a where=",
     "positives_of_query": "positives_of_query is of many positives: write positives='id' and a statistic of these",
@@ -268,6 +284,14 @@ def form_of(spec: LossSpec) -> Form:
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, (logit, multiple) = _excluded(statistics, domain, compared), _logits(statistics)
+    by_side = bool({*SIDES} & {*excluded})
+    refuse(
+        (by_side and compared is None and not written.has(language.of_positive),
+         "is_first and same_side have kernels for rows in pairs, beside of_positive or a threshold: write where=1 - "
+         "is_self without them"),
+        (domain == "triangle" and (by_side or compared) and multiple != 1,
+         "two log-sum-exps have no kernel yet beside a threshold or is_first in a loss of one side: write one"),
+    )  # fmt: skip
     weight = _weight(statistics)
     means = sorted(each.func.__name__ for each in statistics if isinstance(each, _OF_ALL))
     refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
@@ -642,12 +666,37 @@ def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
     return logit, multiple
 
 
+class Sides(NamedTuple):
+    """Texts that say that a row is the first of its pair, or the second, and the same of the row that is its column."""
+
+    first: str = ""
+    second: str = ""
+    column_first: str = ""
+    column_second: str = ""
+
+
+NO_SIDES = Sides()
+
+
+def others_left_out(
+    excluded: tuple[str, ...], same_id: str, above: str, both: str, sides: Sides = NO_SIDES
+) -> list[str]:
+    """The conditions by which `Form.excluded` leaves out a pair that is no positive, as `left_out` has them."""
+    of_row, of_column = (sides.second, sides.first), (sides.column_second, sides.column_first)
+    return (
+        [same_id] * ("same_id" in excluded)
+        + [above] * bool({*_ABOVE.values()} & {*excluded})
+        + [f"{of_row[i]}{both}{of_column[j]}" for name, (i, j) in SIDES.items() if name in excluded]
+    )
+
+
 def left_out(
-    excluded: tuple[str, ...], same_id: str, positive: str, negative: str, above: str, both: str, either: str
-) -> str:
+    excluded: tuple[str, ...], same_id: str, positive: str, negative: str, above: str, both: str, either: str,
+    sides: Sides = NO_SIDES,
+) -> str:  # fmt: skip
     """The condition by which `Form.excluded` leaves a pair out, of texts that say that it is of one id, is a positive,
     is none, and is above its query's threshold; `both` and `either` join them. Of nothing excluded ""."""
-    others = [same_id] * ("same_id" in excluded) + [above] * bool({*_ABOVE.values()} & {*excluded})
+    others = others_left_out(excluded, same_id, above, both, sides)
     if "positive" in excluded:
         return either.join([*others, positive])
     any_other = either.join(others)
@@ -669,15 +718,15 @@ def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[
     if not steps:
         return formula, None
     how = "write step(guide - positive(guide) + margin), or z for guide"
+    positives = "label" if domain == "triangle" else "diagonal"
     shown = [display(each, {language.guide.name: "guide"}) for each in steps]
     refuse((len(steps) > 1, f"a mask has one threshold, and {' and '.join(shown)} are two: {how}"),
-           (domain == "triangle", "a threshold has no kernel yet in a loss of one side: give both sides, and write z"),
            (formula.has(language.mean_over_keys), "a threshold has no kernel yet beside mean_over_keys: write "
             "mean_over_queries alone, and call it once for each direction"),
-           (formula.has(language.of_positive), "a threshold has no kernel yet beside of_positive: leave one of them "
-                                               "out"),
-           (spec.positives != "diagonal", f"a threshold has no kernel yet beside positives={spec.positives!r}: write "
-                                          "positives='diagonal'"))  # fmt: skip
+           (domain == "rectangle" and formula.has(language.of_positive),
+            "a threshold has no kernel yet beside of_positive: leave one of them out"),
+           (spec.positives != positives, f"a threshold has no kernel yet beside positives={spec.positives!r}: write "
+                                         f"positives={positives!r}"))  # fmt: skip
     (difference,) = steps[0].args
     compared = [each for each in _ABOVE if difference.has(each)]
     own = language.positive(compared[0]) if len(compared) == 1 else language.positive(z)
@@ -695,40 +744,71 @@ def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[
 
 def _excluded(statistics: list[Expr], domain: Domain, compared: _Comparison | None) -> tuple[str, ...]:
     """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel; a row and
-    itself are no pair of a triangle, and every mask of one must leave them out."""
+    itself are no pair of a triangle, and every mask of one must leave them out. The words of a pair that are 1 say what
+    it is; a mask must be 0 for those of some classes, and 1 for all others."""
     sums = [each for each in statistics if isinstance(each, _SUMS)]
-    masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
+    masks = {math.prod(each.args[1:], start=ONE) for each in sums}
     refuse((len(masks) > 1, "the log-sum-exps differ in their masks: give all of them one where="))
-    mask = masks.pop() if masks else Integer(1)
-    if domain == "triangle":
-        of_others = sympy.expand(mask.xreplace({is_self: Integer(0)}))  # a row is no positive of its own
-        known = {Integer(1): (), 1 - is_positive: ("positive",)}
-        itself = sympy.expand(mask.xreplace({is_self: Integer(1), is_positive: Integer(0)}))
-        why = f"the mask where={display(mask)} of similarity('query', 'query') has no kernel yet: where=1 - is_self"
-        more = "where=(1 - is_self) * (1 - is_positive) its positive, too"
-        refuse((itself != 0 or of_others not in known, f"{why} leaves out the row itself, and {more}"))
-        return known[of_others]
-    refuse((mask.has(is_self), "is_self has no value where queries and keys are two sides: write it beside "
-                               "similarity('query', 'query')"))  # fmt: skip
-    classes = {is_positive: "positive", same_id: "same_id", **({_IS_ABOVE: compared.name} if compared else {})}
+    written = mask = masks.pop() if masks else ONE
+    triangle = domain == "triangle"
+    itself = sympy.expand(mask.xreplace({is_self: ONE, is_positive: Integer(0)}))
+    mask = mask.xreplace({is_self: Integer(0)}) if triangle else mask  # a row is no positive of its own
+    by_side = triangle and mask.has(is_first, same_side)
+    refuse(
+        (not triangle and mask.has(is_self), "is_self has no value where queries and keys are two sides: write it "
+                                             "beside similarity('query', 'query')"),
+        (not triangle and mask.has(is_first, same_side), "is_first and same_side have no value where queries and keys "
+         "are two sides: write them beside similarity('query', 'query')"),
+    )  # fmt: skip
+    classes = {is_positive: "positive", **({} if triangle else {same_id: "same_id"})}
+    classes |= {_IS_ABOVE: compared.name} if compared else {}
+    symbols = [*classes, *[is_first, same_side] * by_side]
+    pairs = [
+        frozenset(of)
+        for of in itertools.chain(*(itertools.combinations(symbols, count) for count in range(len(symbols) + 1)))
+        if not (by_side and {is_positive, same_side} <= {*of})  # a positive is the other row of its pair
+    ]
+    kept = {of: sympy.expand(mask.xreplace({each: Integer(each in of) for each in symbols})) for of in pairs}
+    of_sides = {of: side for of, side in zip(_OF_SIDES, SIDES, strict=True) if by_side and kept[of] == 0}
+    of_block = {of: of & _SIDE_WORDS in of_sides for of in pairs}  # whether its block is left out
+    alone = {each: [of for of in pairs if of - _SIDE_WORDS == {each}] for each in classes}
+    found = {
+        each: name
+        for each, name in classes.items()
+        if all(kept[of] == 0 for of in alone[each] if each == is_positive or not of_block[of])
+    }
 
-    def kept(mask: Expr, *of: Expr) -> Expr:
-        """The value of a mask for pairs of these classes and of no other."""
-        return sympy.expand(mask.xreplace({each: Integer(each in of) for each in classes}))
+    def is_left_out(of: frozenset[Expr]) -> bool:
+        other = of_block[of] or bool(of & ({*found} - {is_positive}))
+        return other or is_positive in of if is_positive in found else other and is_positive not in of
 
-    found = tuple(name for each, name in classes.items() if kept(mask, each) == 0)
-    others = math.prod((1 - each for each, name in classes.items() if name in found and each != is_positive), start=ONE)
-    known = others * (1 - is_positive) if "positive" in found else others + is_positive * (1 - others)
-    subsets = itertools.chain(*(itertools.combinations(classes, count) for count in range(len(classes) + 1)))
-    if any(kept(mask, *of) != kept(known, *of) for of in subsets):
-        shown = {language.guide.name: "guide"}
-        written = mask if compared is None else mask.xreplace({_IS_ABOVE: compared.written})
-        one = "same_id" if compared is None else display(compared.written, shown)
-        raise LossError(
-            f"the mask where={display(written, shown)} has no kernel yet: write 1 - is_positive, "
-            f"1 - {one} * (1 - is_positive), or the product of both"
+    if (triangle and itself != 0) or any(kept[of] != Integer(not is_left_out(of)) for of in pairs):
+        raise LossError(_no_mask(written, triangle, by_side, compared))
+    return *found.values(), *of_sides.values()
+
+
+# By what is 1 of a pair: the names of `SIDES`, in their order.
+_SIDE_WORDS = frozenset((is_first, same_side))
+_OF_SIDES = _SIDE_WORDS, frozenset((is_first,)), frozenset[Expr](), frozenset((same_side,))
+
+
+def _no_mask(mask: Expr, triangle: bool, by_side: bool, compared: _Comparison | None) -> str:
+    """Why a mask has no kernel."""
+    shown = {language.guide.name: "guide"}
+    one = "same_id" if compared is None else display(compared.written, shown)
+    if triangle and compared is None and not by_side:
+        return (
+            f"the mask where={display(mask)} of similarity('query', 'query') has no kernel yet: where=1 - is_self "
+            "leaves out the row itself, and where=(1 - is_self) * (1 - is_positive) its positive, too"
         )
-    return found
+    if triangle:
+        each = f" * (1 - {one})" * (compared is not None) + " * (1 - is_first * same_side)" * by_side
+        return f"this where= has no kernel yet: write (1 - is_self) * (1 - is_positive){each}, say"
+    written = mask if compared is None else mask.xreplace({_IS_ABOVE: compared.written})
+    return (
+        f"the mask where={display(written, shown)} has no kernel yet: write 1 - is_positive, "
+        f"1 - {one} * (1 - is_positive), or the product of both"
+    )
 
 
 def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]]:

@@ -13,6 +13,8 @@ changes the terms of other queries, too: `derive` adds them up.
 | `z`, or `similarity(...)`                | pair          | q_i . k_j (or of other sides, or of a prefix of D)      |
 | `guide`                                  | pair          | y_ij = u_i . v_j, of features of the caller's guide     |
 | `is_positive`, `is_self`, `same_id`      | pair          | 1 or 0: which pairs are positive, one sample, of one id |
+| `is_first`                               | query         | 1 of a row that comes before its positive, else 0       |
+| `same_side`                              | pair          | 1 where `is_first` of both rows is the same, else 0     |
 | `logsumexp_over_keys(x, where=w)`        | query         | r_i = log sum_j w_ij exp(x_ij); without `where` w is 1  |
 | `logsumexp_over_queries(x, where=w)`     | key           | c_j = log sum_i w_ij exp(x_ij)                          |
 | `logsumexp_over_negatives(x)`            | query         | h_i = log sum_l exp(x) of a query and its own negatives |
@@ -39,7 +41,8 @@ changes the terms of other queries, too: `derive` adds them up.
 | `next_state(e)`                          | query, key    | e without its gradient, which becomes the state         |
 | `detach(e)`                              | as it comes   | e, whose derivative is 0                                |
 
-In `where=`, `step(guide - positive(guide))` is 1 for the pairs above their query's threshold; so it is of `z`.
+In `where=`, `step(guide - positive(guide))` is 1 for the pairs above their query's threshold; so it is of `z`. There
+`is_first` and `same_side` tell apart what one tensor of queries and documents holds: `torch.cat([queries, documents])`.
 
 Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
 products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts. Kernels exist for a part of the
@@ -62,12 +65,13 @@ from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import parse_prefixes
 
 __all__ = [
-    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_positive", "is_self",
-    "key_scale", "key_state", "key_weight", "keys", "log", "logsumexp_over_all_positives", "logsumexp_over_keys",
-    "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax", "mean_by_softmax_over_queries",
-    "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "next_state",
-    "of_positive", "positive", "positives_of_query", "queries", "query_scale", "query_state", "query_weight", "same_id",
-    "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
+    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "detach", "exp", "guide", "is_first", "is_positive",
+    "is_self", "key_scale", "key_state", "key_weight", "keys", "log", "logsumexp_over_all_positives",
+    "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax",
+    "mean_by_softmax_over_queries", "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives",
+    "mean_over_queries", "next_state", "of_positive", "positive", "positives_of_query", "queries", "query_scale",
+    "query_state", "query_weight", "same_id", "same_side", "scale", "sigmoid", "similarity", "softplus", "step",
+    "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
 Reduction = Literal["mean", "none"]
@@ -216,13 +220,13 @@ def is_identifier(name: object) -> bool:
 
 
 _SYMBOLS = (
-    "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight query_scale "
-    "key_scale query_state key_state"
+    "z scale bias queries keys is_positive is_self same_id is_first same_side positives_of_query query_weight "
+    "key_weight query_scale key_scale query_state key_state"
 )
 SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS.split()}
 (
-    z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight,
-    query_scale, key_scale, query_state, key_state,
+    z, scale, bias, queries, keys, is_positive, is_self, same_id, is_first, same_side, positives_of_query, query_weight,
+    key_weight, query_scale, key_scale, query_state, key_state,
 ) = SYMBOLS.values()  # fmt: skip
 
 

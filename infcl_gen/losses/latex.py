@@ -11,7 +11,7 @@ from sympy.printing.latex import LatexPrinter
 
 from infcl_gen.losses import language
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.form import STATES, left_out
+from infcl_gen.losses.form import STATES, Sides, left_out
 from infcl_gen.losses.language import bias, scale, z
 from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, tk, tq, x
 from infcl_gen.losses.texts import SLOPES, pooled_formulas, slopes_of_rows
@@ -186,11 +186,13 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     if mask:
         negative = positive.replace("=", r"\ne")
         above = ("y_{ij}" if derivation.traits.guide else "z_{ij}") + r" > \theta_i"
-        where = left_out(excluded, _SAME_ID, positive, negative, above, r" \text{ and } ", r" \text{ or } ")
+        sides = Sides(r"i < \ell_i", r"i > \ell_i", r"j < \ell_j", r"j > \ell_j")
+        where = left_out(excluded, _SAME_ID, positive, negative, above, r" \text{ and } ", r" \text{ or } ", sides)
         found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {where}, \text{{ else }} 1"
     if derivation.form.threshold:
         guided, (slope, margin) = derivation.traits.guide, derivation.form.threshold
-        own = Symbol("y_{ii}" if guided else "z_{ii}", real=True)
+        place = r"i \ell_i" if derivation.traits.labels else "ii"
+        own = Symbol(f"{'y' if guided else 'z'}_{{{place}}}", real=True)
         of_guide = r", \quad y_{ij} = u_i \cdot v_j" * guided
         found["threshold"] = rf"\theta_i = {_text(slope * own + margin)}{of_guide}"
     if derivation.has_queries:

@@ -9,7 +9,7 @@ import sympy
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.form import STATES, left_out
+from infcl_gen.losses.form import STATES, Sides, left_out
 from infcl_gen.losses.language import bias, guide, is_positive, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import (
     Printer,
@@ -228,7 +228,9 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
     if excluded:
         above = f"{_COMPARED[derivation.traits.guide]} > t_i"
-        where = left_out(excluded, "id_j = id_i", "j = positive(i)", "j != positive(i)", above, " and ", " or ")
+        texts = ("id_j = id_i", "j = positive(i)", "j != positive(i)", above, " and ", " or ")
+        sides = Sides("i < labels[i]", "i > labels[i]", "j < labels[j]", "j > labels[j]")
+        where = left_out(excluded, *texts, sides)
         found["mask"] = f"w_ij = 0 where {where}, else 1"
         found |= _threshold(derivation)
     if derivation.traits.triangle:
@@ -268,8 +270,9 @@ def _threshold(derivation: Derivation) -> dict[str, str]:
     if derivation.form.threshold is None:
         return {}
     guided, (slope, margin) = derivation.traits.guide, derivation.form.threshold
-    of_guide = ", y_ij = u_i . v_j" * guided
-    return {"threshold": f"t_i = {display(slope * z + margin, {'z': 'y_ii' if guided else 'z_ii'})}{of_guide}"}
+    own = "z_il" if derivation.traits.labels else "y_ii" if guided else "z_ii"
+    which = ", l = labels[i]" * derivation.traits.labels + ", y_ij = u_i . v_j" * guided
+    return {"threshold": f"t_i = {display(slope * z + margin, {'z': own})}{which}"}
 
 
 def _second_statistic(derivation: Derivation, summed: str) -> dict[str, str]:
@@ -402,8 +405,10 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
     above = f"({'y' if traits.guide else 'z'} > t[:, None])"
-    masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", above, " & ", " | ")
-    masked = " | ".join([_NOT_ITSELF] * triangle + [masked] * bool(masked))
+    is_class = ("same_id", "(is_positive == 1)", "(is_positive == 0)", above, " & ", " | ")
+    masked = left_out(excluded, *is_class, Sides("first[:, None]", "~first[:, None]", "first", "~first"))
+    apart = triangle and traits.own_references  # whose masks are long
+    others, masked = masked, " | ".join([_NOT_ITSELF] * triangle + [masked] * bool(masked))
     summed = ("kept" if traits.thresholds else "y") if masked else "x"  # y is the guide's
     several = form.several and not form.guided
     of_all = form.pooled is not None and torch_code(form.pooled)
@@ -413,8 +418,11 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("found, n, p", several, f"of_positives(x, same_id{f' & ~{_NOT_ITSELF}' * triangle})"),
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
-        ("t", traits.thresholds, f"THRESHOLD[0] * {'y' if traits.guide else 'z'}.diagonal() + THRESHOLD[1]"),
-        (summed, masked, f'x.masked_fill({masked}, float("-inf"))'),
+        ("t", traits.thresholds, f"THRESHOLD[0] * {at_positives.format('y' if traits.guide else 'z')} + THRESHOLD[1]"),
+        ("first", traits.by_side, "labels > torch.arange(len(x), device=x.device)"),
+        ("left_out", apart, _NOT_ITSELF),
+        ("left_out", apart, f"left_out | {others}"),
+        (summed, masked, f'x.masked_fill({"left_out" if apart else masked}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("r2", form.second, f"torch.logsumexp(MULTIPLE * {summed}, dim=1)"),
         ("rp", form.partnered, "r[labels]"),

@@ -242,7 +242,7 @@ def _common_terms(v: Choice) -> list[Any]:
         *_of_weights() * v.traits.weighted,
         v.traits.pooled
         and BufferTerm("positives of all", "forward", (v.traits.pooled, m), "what their log-sum-exp takes", "fp64"),
-        *_of_thresholds() * v.traits.thresholds,
+        *_of_thresholds(v) * v.traits.thresholds,
         *_of_cosines(v),
         v.traits.columns_of_ids
         and BufferTerm("columns of ids", "forward", (COLUMN_NUMBERS, W * Max(m, n)), "sums of columns by id", "fp64"),
@@ -320,12 +320,16 @@ FACTOR_ROOM = 256  # as in runtime/renormalised.py, rows of whole tiles
 COLUMN_NUMBERS = 14  # of each query or key of all ranks: ids, sums, what travels, and temporaries
 
 
-def _of_thresholds() -> tuple[BufferTerm, ...]:
-    """Thresholds of queries, and the products in work that they are made of."""
-    return (
-        BufferTerm("thresholds", "both", (2, m), "of each query, above which pairs are left out"),
-        BufferTerm("strips of positives", "both", (3, Min(SCALED_ROWS, m), D), "products in work"),
-    )
+def _of_thresholds(v: Choice) -> list[BufferTerm]:
+    """Thresholds of queries, and the products in work that they are made of, before there is a buffer of a hop. Of a
+    triangle over ranks each hop makes those of its rows beside what it computes in."""
+    visiting = v.traits.triangle and v.world_size > 1
+    phase = "both" if visiting else "finish"
+    found = [
+        BufferTerm("thresholds", "both", (2 + visiting, m), "of each query, above which pairs are left out"),
+        BufferTerm("strips of positives", phase, (3, Min(SCALED_ROWS, m), D), "products in work"),
+    ]
+    return [*found, *[BufferTerm("pairs of rows", phase, (4, m), "places of positives", "int64")] * v.traits.triangle]
 
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
@@ -337,7 +341,8 @@ def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
     ]
     return [
         *guided * v.traits.by_guide,
-        v.traits.thresholds and BufferTerm("left_out", phase, (a, b), "pairs above their thresholds", "uint8"),
+        v.traits.own_references
+        and BufferTerm("left_out", phase, (a, b), "pairs in no sum", "uint8", v.traits.masks_of_sides),
         v.traits.thresholds
         and v.traits.guide
         and v.separate

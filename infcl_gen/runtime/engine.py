@@ -447,7 +447,10 @@ class _Sweep:
         elif package.traits.means:
             self.means = Means(package, call, sum(layout.keys))
         self.renormalised = Renormalised(package, call) if package.traits.renormalised else None
-        self.thresholds = _thresholds(package, call) if package.traits.thresholds else None
+        self.thresholds: Tensor | None = None
+        if package.traits.thresholds:
+            own = call.guides if package.traits.guide else call[:2]
+            self.thresholds = _thresholds(package, *own, self.labels, layout.key_offset(layout.rank))
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     @property
@@ -485,26 +488,28 @@ class _Sweep:
         if not self.package.traits.triangle:
             return block
         assert isinstance(self.queries, Statistics)
-        labels = self.labels if self.package.traits.labels else None
         return block._replace(
-            keys=self.queries, key_positive=self.positive, key_labels=labels, first_query=block.first_key, own=True
-        )
+            keys=self.queries, key_positive=self.positive, key_labels=self.labels, first_query=block.first_key,
+            own=True, key_thresholds=self.thresholds,
+        )  # fmt: skip
 
     @property
-    def labels(self) -> Tensor:
+    def labels(self) -> Tensor | None:
         """`positives` of a loss with labels."""
-        assert isinstance(self.positives, Tensor)
-        return self.positives
+        return self.positives if isinstance(self.positives, Tensor) else None
 
     def block_of_rows(self, owner: int, trip: Trip) -> Block:
         """The block of a triangle with the rows of another rank."""
         traits = self.package.traits
         ids = trip["key ids"].view(-1) if traits.ids else None
         noted = trip["key sums" if trip.carries("key sums") else "key statistics"]
-        block = self.block(owner, trip["keys"], self.saved.of_keys, ids)
+        labels = trip["key labels"].view(-1) if traits.labels else None
+        block, thresholds = self.block(owner, trip["keys"], self.saved.of_keys, ids), None
+        if traits.thresholds:
+            thresholds = _thresholds(self.package, trip["keys"], trip["keys"], labels, block.first_key)
         return block._replace(
-            keys=view(noted), key_positive=noted[2:], key_labels=trip["key labels"].view(-1) if traits.labels else None,
-            first_query=self.layout.key_offset(self.layout.rank),
+            keys=view(noted), key_positive=noted[2:], key_labels=labels,
+            first_query=self.layout.key_offset(self.layout.rank), key_thresholds=thresholds,
         )  # fmt: skip
 
     def visits(self, trip: Trip) -> Iterator[Block]:
@@ -538,13 +543,17 @@ class _Sweep:
             panel(sums, 0, share.key if share.rows else len(sums)).zero_()
 
 
-def _thresholds(package: Package, call: Call) -> Tensor:
+def _thresholds(
+    package: Package, own: Tensor | None, positives: Tensor | None, labels: Tensor | None, first: int
+) -> Tensor:
     """What pairs of each query are compared with, (m,): affine in the similarity, or a guide's, of its positive, which
-    is its own key of this rank. NaN where that is."""
+    is the key of its index. Of a triangle `labels` name it, another row of the rank whose rows begin at `first`. NaN
+    where the similarity is, or where rows are in no pair. A rank makes those of visiting rows itself."""
     factor, margin = package.loss.THRESHOLD
-    own, positives = call.guides if package.traits.guide else call[:2]
     assert own is not None and positives is not None
-    return row_dots(own, positives, package.schedule.STATISTICS_DTYPE).mul_(factor).add_(margin)
+    there, alone = (None, None) if labels is None else triangle.partners(labels, first)
+    found = row_dots(own, positives, package.schedule.STATISTICS_DTYPE, there).mul_(factor).add_(margin)
+    return found if alone is None else found.masked_fill_(alone, math.nan)
 
 
 def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
@@ -820,6 +829,7 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     if package.traits.triangle:
         own["key statistics"] = sweep.saved.of_queries
         if package.traits.labels:
+            assert sweep.labels is not None
             own["key labels"] = sweep.labels[:, None]
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward

@@ -212,7 +212,8 @@ class Block(NamedTuple):
                         state; None if the loss has none
     counts              queries and keys of the whole batch
     guide_queries, guide_keys  (m, D) and (n, D), any strides; None if the loss has no guide
-    thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none
+    thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none. Of a
+                        triangle `key_thresholds` (n,) are those of the rows that stand as keys
     query_factors, key_factors  (prefixes, m) and (prefixes, n): inverse norms; None unless `Traits.renormalised`
     query_radial, key_radial    the same shapes: in backward the radial sums (renormalised.py) of sides with gradients
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, but for those in
@@ -250,6 +251,7 @@ class Block(NamedTuple):
     key_factors: Tensor | None = None
     query_radial: Tensor | None = None
     key_radial: Tensor | None = None
+    key_thresholds: Tensor | None = None
 
     @property
     def diagonal(self) -> bool:
@@ -291,6 +293,7 @@ class Block(NamedTuple):
             None if self.key_factors is None else panel_columns(self.key_factors, key0, keys),
             None if self.query_radial is None else panel_columns(self.query_radial, row0, rows),
             None if self.key_radial is None else panel_columns(self.key_radial, key0, keys),
+            None if self.key_thresholds is None else panel(self.key_thresholds, key0, keys),
         )  # fmt: skip
 
     def prefix(self, number: int, columns: int) -> Block:

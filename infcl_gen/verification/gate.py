@@ -72,7 +72,7 @@ from infcl_gen.runtime.weighted import STRIP_ROWS
 from infcl_gen.verification.oracle import (
     Inputs,
     LossAndGrads,
-    above_of,
+    further_left_out,
     kept,
     loss_module,
     mean_share,
@@ -420,7 +420,9 @@ def _of_softmaxes(
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
     own_logits = x[at_positives]
     places = torch.arange(len(x), device=x.device)
-    x = kept(x, inputs, places, mathematics.CLASSES, above_of(mathematics, inputs, places, inputs.q, inputs.others))
+    x = kept(
+        x, inputs, places, mathematics.CLASSES, further_left_out(mathematics, inputs, places, inputs.q, inputs.others)
+    )
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
@@ -482,7 +484,7 @@ class _OfQueries:
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
         left_out = () if traits.several else mathematics.CLASSES
         places = torch.arange(len(x), device=x.device)
-        y = kept(x, inputs, places, left_out, above_of(mathematics, inputs, places, inputs.q, inputs.others))
+        y = kept(x, inputs, places, left_out, further_left_out(mathematics, inputs, places, inputs.q, inputs.others))
         self.long_sum = 4 + math.sqrt(x.shape[1]) / 8
         r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None

@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from infcl_gen.runtime.selftest import Results as LossAndGrads
+from infcl_gen.runtime.traits import SIDES
 
 SLICE_ROWS = 2048
 
@@ -201,7 +202,7 @@ def plain_of_all(mathematics: Any, inputs: Inputs) -> LossAndGrads:
     x, own = mathematics.logit(z, scale, bias), inputs.vectors(mathematics, q, scale, bias, q.dtype)
     products = q.dtype
     if hasattr(mathematics, "THRESHOLD"):  # rounded similarities would be on the other side of it
-        products, z = statistics, q.to(statistics) @ k.to(statistics).T
+        products, z = statistics, q.to(statistics) @ (q if k is None else k).to(statistics).T
     taken = (x, *inputs.classes(mathematics.POSITIVES, products, statistics), *own)
     return _gradients(mathematics.loss_of_logits(*taken, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
@@ -241,7 +242,7 @@ def _by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype) -> LossA
                 same_id = same_id & (at[:, None] != places)
             y = kept(x, part, at, ())
             return y.logsumexp(1), *mathematics.of_positives(x, same_id), y.logsumexp(0)
-        y = kept(x, part, at, mathematics.CLASSES, above_of(mathematics, inputs, at, q, others))
+        y = kept(x, part, at, mathematics.CLASSES, further_left_out(mathematics, inputs, at, q, others))
         further = [] if times is None else [(times * y).logsumexp(1)]
         if guided_sides and inputs.guide_queries is not None:
             of_guide = inputs._replace(guide_queries=inputs.guide_queries[at]).guided(features, x.dtype)
@@ -384,11 +385,22 @@ def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tenso
     return values
 
 
-def above_of(mathematics: Any, inputs: Inputs, places: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
+def further_left_out(mathematics: Any, inputs: Inputs, places: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
     """Which pairs of the queries at `places` and all keys are above their query's threshold, in the widest dtype of a
-    loss; None of a loss without thresholds. q and k are those whose products are similarities."""
-    if not hasattr(mathematics, "THRESHOLD"):
-        return None
+    loss, or of sides that are left out; None of a loss without either. q and k are those whose products are
+    similarities."""
+    of_sides, above = [SIDES[name] for name in mathematics.CLASSES if name in SIDES], None
+    if hasattr(mathematics, "THRESHOLD"):
+        above = _above(mathematics, inputs, places, q, k)
+    if not of_sides:
+        return above
+    first = inputs.positives() > torch.arange(len(inputs.q), device=q.device)
+    found = torch.stack([(first[places, None] == i) & (first == j) for i, j in of_sides]).any(0)
+    return found if above is None else found | above
+
+
+def _above(mathematics: Any, inputs: Inputs, places: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Which of these pairs are above the threshold of their query."""
     factor, margin = mathematics.THRESHOLD
     guides = (inputs.guide_queries, inputs.guide_keys) if "above_by_guide" in mathematics.CLASSES else (q, k)
     u, v = (each.detach().double() for each in guides if each is not None)
@@ -397,9 +409,9 @@ def above_of(mathematics: Any, inputs: Inputs, places: Tensor, q: Tensor, k: Ten
     return found
 
 
-def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str], above: Tensor | None = None) -> Tensor:
+def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str], further: Tensor | None = None) -> Tensor:
     """Logits of the queries at `places` and all keys, -inf where the log-sum-exps leave a pair out: of these classes of
-    `Traits`, or a row and itself; `above` are the pairs above a threshold."""
+    `Traits`, or a row and itself; `further` are those of `further_left_out`."""
     if inputs.k is None:
         x = x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
     if not classes:
@@ -407,8 +419,8 @@ def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str], abov
     positive = inputs.positives()[:, None] == torch.arange(x.shape[1], device=x.device)
     same_id = inputs.same_id()
     left_out = torch.zeros_like(positive) if same_id is None else same_id & ~positive
-    if above is not None:
-        left_out |= above & ~positive
+    if further is not None:
+        left_out |= further & ~positive
     return x.masked_fill(left_out | positive if "positive" in classes else left_out, -torch.inf)
 
 

@@ -61,7 +61,7 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
     own = (*traits.vectors, *traits.scaled)
-    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.partnered)
+    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.mutual)
     if traits.thresholds:
         return apart_from_thresholds(module, found)
     if not traits.weighted:
@@ -79,33 +79,35 @@ def apart_from_thresholds(module: ModuleType, inputs: Inputs) -> Inputs:
     Raises ValueError where rows stay near after 64 moves.
     """
     loss, generator = loss_module(module), torch.Generator().manual_seed(len(inputs.q))
-    names = ("guide_queries", "guide_keys") if "above_by_guide" in loss.CLASSES else ("q", "k")
+    guided = "above_by_guide" in loss.CLASSES
+    names = ["guide_queries", "guide_keys"] if guided else ["q", "k"] if inputs.k is not None else ["q"]
     for _ in range(64):
-        u, v = compared = getattr(inputs, names[0]), getattr(inputs, names[1])
-        near = near_thresholds(loss.THRESHOLD, *(inputs.scaled(u, v, torch.float64) if names[0] == "q" else compared))
+        compared = [getattr(inputs, name) for name in names]
+        u, v = compared if guided else inputs.scaled(inputs.q, inputs.k, torch.float64)
+        near = near_thresholds(loss.THRESHOLD, u, v, inputs.positives())
         if not bool(near.any()):
             return inputs
-        rows = near.any(1), near.any(0)
+        rows = (near.any(1), near.any(0)) if names[1:] else (near.any(1) | near.any(0),)
         inputs = inputs._replace(**{
             name: _moved(x, which, generator) for name, x, which in zip(names, compared, rows, strict=True)
         })  # fmt: skip
     raise ValueError(f"similarities of {len(inputs.q)} queries stay near their thresholds")
 
 
-def near_thresholds(threshold: tuple[float, float], q: Tensor, k: Tensor) -> Tensor:
-    """Which similarities of q (M, D) and k (M, D) are so near the threshold of their query that ROUNDINGS may decide.
-    Of D = 1 a similarity may be on it: a product of two numbers is the same in any kernel."""
+def near_thresholds(threshold: tuple[float, float], q: Tensor, k: Tensor | None, positives: Tensor) -> Tensor:
+    """Which similarities of q (M, D) and k (M, D), or of the rows of q, are so near the threshold of their query, which
+    follows from that of its positive, that ROUNDINGS may decide. Of D = 1 a similarity may be on it: a product of two
+    numbers is the same in any kernel."""
     factor, margin = threshold
     unit, alone = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps / 2, q.shape[1] == 1
-    q, k = q.double(), k.double()
+    q, k, at = q.double(), (q if k is None else k).double(), positives[:, None]
     z, size = q @ k.T, q.abs() @ k.abs().T
-    own = z.diagonal()[:, None]
-    distance = (z - (factor * own + margin)).abs()
-    size += size.diagonal()[:, None].clone()
+    distance = (z - (factor * z.gather(1, at) + margin)).abs()
+    size += size.gather(1, at)
     near = (distance <= ROUNDINGS * unit * size) & (size > 0)
     if alone and (factor, margin) == (1, 0):
         near &= distance > 0
-    return near.fill_diagonal_(False)
+    return near.scatter_(1, at, False)
 
 
 def _moved(x: Tensor, rows: Tensor, generator: torch.Generator) -> Tensor:
@@ -123,7 +125,7 @@ def tensors(
     one_sided: bool = False,
     vectors: Sequence[str] = (),
     guided: bool = False,
-    partnered: bool = False,
+    mutual: bool = False,
 ) -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M.
 
@@ -131,7 +133,7 @@ def tensors(
     be pairs their number is even, and labels are those of `neighbours`.
     """
     if one_sided:
-        rows = max(2, case.queries - partnered * (case.queries % 2))
+        rows = max(2, case.queries - mutual * (case.queries % 2))
         case = dataclasses.replace(case, queries=rows, keys=rows)
     generator = torch.Generator().manual_seed(case.seed)
     shapes = ((case.queries, case.dim), (case.keys, case.dim))
@@ -147,7 +149,7 @@ def tensors(
         labels = None
         if case.seed % 2 or case.queries % 2:
             away = torch.randint(1, case.queries, (case.queries,), generator=generator)
-            labels = neighbours(case.queries) if partnered else (torch.arange(case.queries) + away) % case.queries
+            labels = neighbours(case.queries) if mutual else (torch.arange(case.queries) + away) % case.queries
     if case.features == "matched":
         own = torch.arange(case.queries) if labels is None else labels
         if one_sided:

@@ -93,7 +93,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         inputs = inputs_of(module, case, device)
         case = dataclasses.replace(case, queries=len(inputs.q))
         traits = Traits(**module.SPEC["loss"]["traits"])
-        if traits.partnered:  # of one rank
+        if traits.mutual:  # of one rank
             inputs = inputs._replace(labels=neighbours(len(inputs.q)).to(device))
         q_cuts, k_cuts = shards(case, traits, ranks, uneven=small)
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
@@ -143,7 +143,7 @@ def shards(case: Case, traits: Traits, world_size: int, uneven: bool = False) ->
             inner = sorted(draw.randint(0, total) for _ in range(world_size - 1))
         else:
             inner = [total * rank // world_size for rank in range(1, world_size)]
-        inner = [each - each % (1 + traits.partnered) for each in inner]
+        inner = [each - each % (1 + traits.mutual) for each in inner]
         return [slice(*pair) for pair in itertools.pairwise([0, *inner, total])]
 
     rows = cut(case.queries)

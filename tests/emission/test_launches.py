@@ -32,6 +32,7 @@ PROBLEMS = {
     "guide": {"loss": "distill"},
     "guide of both sides": {"loss": "distill_clip"},
     "thresholds": {"loss": "gist"},
+    "thresholds of rows in pairs": {"loss": "three_block"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

@@ -86,6 +86,7 @@ PACKAGES += [planned("panel", "infonce_in", "fp32", 96), planned("panel", "infon
 PACKAGES += [planned("panel", "hard_negative", "bf16", 768), planned("panel", "hard_negative", "fp32", 96)]
 PACKAGES += [planned("panel", "hard_keys", "bf16", 96), planned("panel", "dclw", "bf16", 768)]
 PACKAGES += [planned("panel", "four_block", "bf16", 768), planned("panel", "weighed_by_partner", "fp32", 96)]
+PACKAGES += [planned("panel", "three_block", "bf16", 768), planned("panel", "near_rows", "fp32", 96)]
 PACKAGES += [planned("panel", "mil_nce", "bf16", 768), planned("panel", "weighed_by_column", "fp32", 96)]
 PACKAGES += [planned("panel", "mil_nce_multi", "bf16", 768), planned("panel", "mil_nce_multi", "fp32", 96)]
 PACKAGES += [planned("panel", "weighed_sides", "bf16", 768), planned("panel", "weighed_sides", "fp32", 96)]

@@ -646,7 +646,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
         batches.append(inputs_of(package, case, device))
         if inner.traits.triangle and inner.traits.labels:  # a row's other view is on any rank, or must be on its own
-            labels = neighbours(sum(shards)).to(device) if inner.traits.partnered else batches[-1].positives()
+            labels = neighbours(sum(shards)).to(device) if inner.traits.mutual else batches[-1].positives()
             batches[-1] = batches[-1]._replace(labels=labels)
 
     def sides(shards: list[int]) -> tuple[list[int], list[int]]:
@@ -1212,9 +1212,17 @@ def strided_labels(made: Made, device: str = "cpu") -> None:
 
 def ties_of_thresholds(made: Made, device: str = "cpu") -> None:
     """A negative that a guide finds exactly as near as the positive counts. Products of small whole numbers are exact,
-    and each second key is as near to every query as the one before it."""
+    and each second key is as near to every query as the one before it. Of rows in pairs one that is exactly as near as
+    the threshold counts."""
     package, draw = module(made), torch.Generator().manual_seed(0)
     dtype, dim = DTYPES[made.dtype], package.SPEC["problem"]["dim"]
+    if package.ContrastiveLoss._package.traits.triangle:  # margins, and differences of similarities, are whole eighths
+        x = torch.randint(-2, 3, (40, dim), generator=draw).div(4).mul(torch.rand(40, dim, generator=draw) < 0.2)
+        x = x.to(device, dtype)
+        truth, found = dense(made.loss, x, None, 1.0), package.loss_and_grads(x, None, 1.0)
+        for ours, theirs in zip(found[:2], truth[:2], strict=True):
+            assert torch.linalg.vector_norm(ours.double() - theirs) <= 0.01 * torch.linalg.vector_norm(theirs)
+        return
     q, k = (torch.nn.functional.normalize(torch.randn(40, dim, generator=draw), dim=1) for _ in range(2))
     u, v = (torch.randint(-2, 3, (40, dim), generator=draw) for _ in range(2))
     v[1::2] = v[::2]

@@ -11,6 +11,7 @@ from tests.losses.specs import (
     BY_PARTNER,
     DECOUPLED_CLIP,
     DERIVABLE,
+    IN_PAIRS,
     NEAR_AND_IDS,
     OF_MULTIPLES,
     OF_ROWS,
@@ -31,6 +32,7 @@ weighed_sides, rates_of_sides, decoupled_clip = SIDES, RATES_OF_SIDES, DECOUPLED
 rate, weighed_by_all, weighed_by_partner, weighed_by_column = RATE, BY_ALL, BY_PARTNER, BY_COLUMN
 near_and_ids, distill_apart = NEAR_AND_IDS, APART
 rince_of_rows, margin_of_rows, weighed_of_rows, capped_of_rows = OF_ROWS.values()
+four_block_apart, of_queries_alone, near_rows = IN_PAIRS.values()
 squared_weights, hard_keys = OF_MULTIPLES.values()
 smooth, smooth_clip, smooth_rince = SMOOTH.values()
 clip_of_rows, smooth_of_rows = (dataclasses.replace(each, reduction="none") for each in (CLIP, SMOOTH["smooth"]))

@@ -75,6 +75,8 @@ GUIDED_SIDES, GUIDED_SIDES_OF_A_GATHER = (
     Made("panel", "distill_apart", devices=n, settings=(("transport", "gather"),) * (n > 1)) for n in (1, 4)
 )
 GUIDED_IN_A_RING = Made("panel", "distill", devices=4, settings=(("transport", "ring"),))
+IN_PAIRS = Made("panel", "three_block")
+IN_PAIRS_OF_A_RING = Made("panel", "three_block", devices=4, settings=(("transport", "ring"),))
 ABOVE, ABOVE_OF_A_RING = Made("panel", "gist"), Made("panel", "gist", devices=4, settings=(("transport", "ring"),))
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
@@ -1216,6 +1218,41 @@ BUGS: dict[str, Bug] = {
                 "guides = self.call.guide_keys",
             ),
         ),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
+    ),
+    "the threshold of a column is that of the row": Bug(
+        IN_PAIRS,
+        (("kernels.py", "z > column_thresholds[None, :]", "z > row_thresholds[:, None]"),),
+        checks.numerics,
+        (case(),),
+        "loss|dq",
+    ),
+    "queries are not compared with documents": Bug(
+        IN_PAIRS,
+        (("kernels.py", "(row_first == 0) & column_first", "row_first & (column_first == 0)"),),
+        checks.numerics,
+        (case(),),
+        "loss|dq",
+    ),
+    "the gradient of a column has what its sum leaves out": Bug(
+        IN_PAIRS,
+        (("kernels.py", "& row_first, 0.0, of_columns)", "& row_first, of_columns, of_columns)"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "thresholds of another rank's rows are the own": Bug(
+        IN_PAIRS_OF_A_RING,
+        (("_runtime/engine.py", "labels, block.first_key)\n", "labels, block.first_key)[:0].new_ones(len(labels))\n"),),
+        checks.over_ranks,
+        (3, [[50, 50, 50]]),
+        "rows",
+    ),
+    "rows of another rank are the first where they stand after": Bug(
+        IN_PAIRS_OF_A_RING,
+        (("kernels.py", "columns + (first_key - first_query)", "columns"),),
         checks.over_ranks,
         (3, [[50, 50, 50]]),
         "rows",

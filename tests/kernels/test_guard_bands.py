@@ -43,6 +43,8 @@ PACKAGES = {
     "guide of both sides, fp32": Made("panel", "distill_clip", "fp32", dim=8),
     "above a threshold": Made("panel", "gist"),
     "above a threshold, fp32": Made("panel", "near_and_ids", "fp32", dim=8),
+    "rows in pairs": Made("panel", "three_block"),
+    "rows in pairs, fp32": Made("panel", "near_rows", "fp32", dim=8),
     "ids left out": Made("panel", "clip_without_ids"),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
@@ -79,5 +81,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 def test_the_cpu_target() -> None:
     losses = ("clip", "infonce", "siglip", "ntxent", "dcl", "hard_negative", "supcon_in", "infonce_out", "distill")
-    for loss in (*losses, "distill_clip", "four_block", "gist", "mil_nce", "mil_nce_multi"):
+    for loss in (*losses, "distill_clip", "four_block", "three_block", "gist", "mil_nce", "mil_nce_multi"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in (range(1, 131) if LONG else EDGES)])

@@ -56,6 +56,7 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard", "sogclr")),
         *(("panel", loss) for loss in ("dclw", "debiased", "rince_of_rows", "margin_of_rows", "four_block")),
+        *(("panel", loss) for loss in ("three_block", "of_queries_alone", "near_rows")),
         *(("panel", loss) for loss in ("hard_negative", "weighed_of_rows", "hard_keys", "weighed_by_all")),
         *(
             ("panel", loss)
@@ -162,6 +163,7 @@ RANKS = [
     ("panel", "hard_negative", "bf16", "ring"), ("panel", "squared_weights", "fp32", "gather"),
     ("panel", "siglip_multi_of_rows", "bf16", "gather"),
     ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
+    ("panel", "three_block", "bf16", "ring"), ("panel", "near_rows", "fp32", "gather"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
@@ -256,7 +258,7 @@ SELFTESTS = [
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"), ("panel", "hard_negative", "bf16"),
-    ("panel", "four_block", "bf16"),
+    ("panel", "four_block", "bf16"), ("panel", "three_block", "bf16"),
     ("panel", "supcon_out", "bf16"), ("panel", "supcon_in", "fp32"), ("panel", "infonce_in", "bf16"),
     ("panel", "distill", "bf16"), ("panel", "distill_clip", "bf16"), ("panel", "gist", "bf16"),
     ("panel", "mil_nce", "bf16"),

@@ -38,7 +38,11 @@ def test_gradients_that_are_computed_again(interpreted: Interpreter, strategy: s
     interpreted(checks.flagged_gradients, Made(strategy))
 
 
-@pytest.mark.parametrize("made", [Made("panel", "gist"), Made("panel", "gist", "fp32")], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "made",
+    [Made("panel", "gist"), Made("panel", "gist", "fp32"), Made("panel", "near_rows")],
+    ids=["bf16", "fp32", "rows in pairs"],
+)
 def test_ties_of_a_guide(interpreted: Interpreter, made: Made) -> None:
     """Planted: `>=` for `>` in a tile."""
     interpreted(checks.ties_of_thresholds, made)
@@ -47,6 +51,7 @@ def test_ties_of_a_guide(interpreted: Interpreter, made: Made) -> None:
 def test_ties_of_the_cpu_target() -> None:
     """Planted: torch.ge for torch.gt."""
     checks.ties_of_thresholds(Made("torch", "gist", "fp32"))
+    checks.ties_of_thresholds(Made("torch", "near_rows", "fp32"))
 
 
 def test_sums_of_the_cpu_target() -> None:

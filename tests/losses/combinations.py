@@ -540,7 +540,9 @@ def _guides(
     assert k is not None
     found = {"guide_queries": features(len(q)), "guide_keys": features(len(k))} if one.above == "guide" else {}
     rows, keys = found.get("guide_queries", q), found.get("guide_keys", k)
-    while bool((near := near_thresholds(THRESHOLD, rows.to(dtype), keys.to(dtype)).any(1)).any()):
+    while bool(
+        (near := near_thresholds(THRESHOLD, rows.to(dtype), keys.to(dtype), torch.arange(len(rows))).any(1)).any()
+    ):
         rows[near] = features(int(near.sum()))
     return found
 

@@ -10,6 +10,7 @@ from infcl_gen.losses.language import (
     detach,
     exp,
     guide,
+    is_first,
     is_positive,
     is_self,
     key_scale,
@@ -272,6 +273,27 @@ _WRONG, _OF_PARTNER = _OTHERS - _P, of_positive(_OTHERS) - _P
 BY_PARTNER = spec(
     mean_over_queries(sigmoid(_OF_PARTNER) * softplus(_WRONG) + softplus(_OF_PARTNER) / 4), name="weighed_by_partner"
 )
+# Rows in pairs, of which sums leave pairs out: GTE's four blocks with Qwen3's threshold, the pair once; of a query all
+# others; and NT-Xent with a threshold, its positive in the sum.
+_ROW, _OTHER_ROW = similarity("query", "query"), (1 - is_self) * (1 - is_positive)
+_NEAR, _NEARER = (step(_ROW - positive(_ROW) - margin) for margin in (EPS, sympy.Rational(1, 8)))
+
+
+def _of_pair(kept: sympy.Expr) -> sympy.Expr:
+    """-log of the pair's share in the sums of both rows, of those pairs alone that are `kept`."""
+    others = logsumexp_over_keys(X_OF_ROWS, where=_OTHER_ROW * kept)
+    own = _P + softplus(others - _P)
+    return mean_over_queries(own + softplus(of_positive(others) - own) - _P)
+
+
+IN_PAIRS = {
+    "four_block_apart": spec(_of_pair(1 - _NEAR), name="four_block_apart"),
+    "of_queries_alone": spec(_of_pair(is_first), name="of_queries_alone"),
+    "near_rows": spec(
+        mean_over_queries(logsumexp_over_keys(X_OF_ROWS, where=(1 - is_self) * (1 - _NEARER * (1 - is_positive))) - _P),
+        name="near_rows",
+    ),
+}
 OF_ROWS = {
     "rince_of_rows": spec(mean_over_queries(exp(_R / 2) / 5 - 2 * exp(_P / 2)), name="rince_of_rows"),
     "margin_of_rows": spec(

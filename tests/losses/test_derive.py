@@ -17,6 +17,7 @@ from infcl_gen.losses.language import (
     detach,
     exp,
     guide,
+    is_first,
     is_positive,
     is_self,
     key_scale,
@@ -44,6 +45,7 @@ from infcl_gen.losses.language import (
     query_state,
     query_weight,
     same_id,
+    same_side,
     scale,
     sigmoid,
     similarity,
@@ -234,6 +236,9 @@ def test_small_shares_keep_their_digits() -> None:
 NT_XENT = similarity("query", "query")
 ROW, COLUMN = (each(X, where=1 - is_positive) for each in (logsumexp_over_keys, logsumexp_over_queries))
 OF_OTHERS = logsumexp_over_keys(scale * NT_XENT, where=1 - is_self)
+NEAR_ROW = step(NT_XENT - positive(NT_XENT) - 0.1)
+OF_FIRST = (1 - is_positive) * is_first
+_of_rows = lambda kept, times=1: logsumexp_over_keys(times * scale * NT_XENT, where=(1 - is_self) * kept)  # noqa: E731
 MARGIN = scale * (z - is_positive / 5)
 NO_MARGIN = (
     "^loss mine: a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
@@ -637,6 +642,38 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) + logsumexp_over_negatives(2 * z))),
         "exactly one logit",
     ),
+    "sides of a term": (
+        spec(mean_over_queries(is_first * (OF_OTHERS - positive(scale * NT_XENT)))),
+        "is_first stands outside of log-sum-exps: write it in their where=",
+    ),
+    "sides of rows that are no pairs": (
+        spec(mean_over_queries(_of_rows(same_side * (1 - is_positive)) - positive(scale * NT_XENT))),
+        "is_first and same_side have kernels for rows in pairs, beside of_positive or a threshold: write",
+    ),
+    "the positives of one side": (
+        spec(mean_over_queries(softplus(of_positive(_of_rows(is_first)) - _of_rows(is_first)))),
+        r"has no kernel yet: write \(1 - is_self\) \* \(1 - is_positive\) \* \(1 - is_first \* same_side\), say",
+    ),
+    "a threshold of one side": (
+        spec(mean_over_queries(_of_rows((1 - is_positive) * (1 - NEAR_ROW * is_first)) - positive(scale * NT_XENT))),
+        r"\(1 - step\(z - positive\(z\) - 0.1\)\) \* \(1 - is_first \* same_side\), say",
+    ),
+    "positives above a threshold": (
+        spec(mean_over_queries(_of_rows(1 - NEAR_ROW) - positive(scale * NT_XENT))),
+        r"write \(1 - is_self\) \* \(1 - is_positive\) \* \(1 - step\(z - positive\(z\) - 0.1\)\), say",
+    ),
+    "a threshold of ids": (
+        spec(mean_over_queries(_of_rows(1 - NEAR_ROW) - mean_over_positives(scale * NT_XENT)), "id"),
+        "a threshold has no kernel yet beside positives='id': write positives='label'",
+    ),
+    "a threshold of two sums": (
+        spec(
+            mean_over_queries(
+                _of_rows((1 - is_positive) * (1 - NEAR_ROW)) + _of_rows((1 - is_positive) * (1 - NEAR_ROW), 2)
+            )
+        ),
+        "two log-sum-exps have no kernel yet beside a threshold or is_first in a loss of one side: write one",
+    ),
     "partners of many positives": (
         spec(mean_over_queries(OF_OTHERS + of_positive(OF_OTHERS) - mean_over_positives(scale * NT_XENT)), "id"),
         "of_positive needs positives='label'",
@@ -875,6 +912,11 @@ OFFERED = {  # refused, and what the message says to write instead
     "numbers of positives": (
         mean_over_queries((logsumexp_over_keys(X) - positive(X)) / positives_of_query), "is of many positives",
         mean_over_queries((logsumexp_over_keys(X) - positive(X)) * query_weight),
+    ),
+    "sides of queries and keys": (
+        mean_over_queries(logsumexp_over_keys(X, where=is_first) - positive(X)),
+        r"are two sides: write them beside similarity\('query', 'query'\)",
+        mean_over_queries(softplus(_of_rows(OF_FIRST) - of_positive(_of_rows(OF_FIRST)))),
     ),
     "a row and itself of two sides": (
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_self) - positive(X)), "write it beside similarity",

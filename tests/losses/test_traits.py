@@ -71,6 +71,16 @@ EXPECTED = {
         held=19,
         domain="triangle",
     ),
+    "three_block": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_positive"),
+        key_statistics=NONE,
+        positives="label",
+        combined=True,
+        held=25,
+        classes=("positive", "above", "second_first"),
+        strips=1,
+        domain="triangle",
+    ),
     "mil_nce": Traits(
         query_statistics=("logsumexp", "logsumexp_of_column"), combined=True, held=26, classes=("positive",)
     ),

@@ -60,6 +60,8 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "four_block"},
+        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "three_block"},
+        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "rince"},
         {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "supcon_in"},
         {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "supcon_out"},

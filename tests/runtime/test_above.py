@@ -197,10 +197,10 @@ def test_draws_keep_away_from_thresholds() -> None:
     v = given.guide_keys.clone()
     v[3] = v[2]
     v[7] = v[6] + 1e-7 * v[6].abs()
-    near = near_thresholds((1.0, 0.0), given.guide_queries, v)
+    near = near_thresholds((1.0, 0.0), given.guide_queries, v, given.positives())
     assert near.nonzero().tolist() == [[2, 3], [3, 2], [6, 7], [7, 6]]
     moved = apart_from_thresholds(package("fp32"), given._replace(guide_keys=v))
-    assert not bool(near_thresholds((1.0, 0.0), moved.guide_queries, moved.guide_keys).any())
+    assert not bool(near_thresholds((1.0, 0.0), moved.guide_queries, moved.guide_keys, moved.positives()).any())
     assert torch.equal(moved.guide_queries[8:], given.guide_queries[8:])
 
 

@@ -28,8 +28,10 @@ from tests.runtime.test_triangle import DIM, features, labels_of
 from tests.verification.dense import dense
 
 OWN = Path(__file__).parent.parent / "kernels" / "losses.py"
-# Labels; positives left out of sums; a second log-sum-exp; a logit that is not affine; the sum of the positive; ids.
-LOSSES = ("ntxent", "dcl", "hard_negative", "capped_of_rows", "four_block", "supcon_out", "supcon_in")
+# Labels; positives left out of sums; a second log-sum-exp; a logit that is not affine; the sum of the positive; other
+# pairs left out; ids.
+LOSSES = ("ntxent", "dcl", "hard_negative", "capped_of_rows", "four_block", "three_block", "supcon_out", "supcon_in")
+IN_PAIRS = ("four_block", "three_block")
 SHARDS = ([40, 24], [0, 26], [24, 0, 17], [16, 33, 0, 25], [12, 30, 5, 0, 21])
 WAYS = {
     "ring": {"transport": "ring"},
@@ -57,11 +59,11 @@ def planned(module: ModuleType, world: int, transport: str, keeps: bool = False,
 
 
 def whole(loss: str, rows: int) -> Inputs:
-    """Positives are on any ranks, for four_block on the own."""
+    """Positives are on any ranks, those of rows in pairs on the own."""
     q, scale, bias = features(rows, "fp64"), 3.0, -0.5
     if loss.startswith("supcon"):
         return Inputs(q, None, scale, bias, None, torch.arange(rows) * 7 % (rows // 3))
-    return Inputs(q, None, scale, bias, neighbours(rows) if loss == "four_block" else labels_of(rows, "any"))
+    return Inputs(q, None, scale, bias, neighbours(rows) if loss in IN_PAIRS else labels_of(rows, "any"))
 
 
 def over_ranks(loss: str, shards: Sequence[int], calls: int = 2, **way: Any) -> tuple[LossAndGrads, LossAndGrads]:
@@ -91,7 +93,7 @@ def check(loss: str, shards: Sequence[int], **way: Any) -> None:
 
 def even(loss: str, shards: Sequence[int]) -> list[int]:
     """Where positives are on the own rank it has whole pairs."""
-    return [rows // 2 * 2 for rows in shards] if loss == "four_block" else list(shards)
+    return [rows // 2 * 2 for rows in shards] if loss in IN_PAIRS else list(shards)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,15 +17,16 @@ from torch import Tensor
 
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
-from infcl_gen.verification.properties import neighbours, tensors
+from infcl_gen.verification.properties import apart_from_thresholds, neighbours, tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
 from tests.verification.dense import dense
 
-LOSSES = ("four_block", "weighed_by_partner")
+LOSSES = ("four_block", "weighed_by_partner", "three_block", "four_block_apart", "of_queries_alone", "near_rows")
 OWN = Path(__file__).parent.parent / "kernels" / "losses.py"
 
 
@@ -36,9 +37,10 @@ def package(loss: str, dtype: str = "fp64") -> ModuleType:
     return in_panels(infcl_gen.load(loss=name, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
 
-def as_defined(module: ModuleType, loss: str, rows: int, kind: str, scale: float) -> None:
-    """Loss and all gradients in fp64 are those of the formula by hand."""
+def as_defined(module: ModuleType, loss: str, rows: int, kind: str, scale: float, distinct: int | None = None) -> None:
+    """Loss and all gradients in fp64 are those of the formula by hand, of rows of which so many are `distinct`."""
     q, labels = features(rows, "fp64"), labels_of(rows, kind)
+    q = q[torch.arange(rows) % (distinct or rows)]
     found, truth = module.loss_and_grads(q, None, scale, -0.5, labels=labels), dense(loss, q, None, scale, -0.5, labels)
     for name, ours, theirs in zip(truth._fields, found, truth, strict=True):
         if theirs is not None:
@@ -58,6 +60,8 @@ def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
     for rows, scale in itertools.product((2, 6, 22), (1e-3, 14.3, 1000.0)):
         module, labels = package(loss, dtype), labels_of(rows, "pairs")
         inputs = Inputs(features(rows, dtype), None, scale, -1.0, labels)
+        if Traits(**module.SPEC["loss"]["traits"]).thresholds:
+            inputs = apart_from_thresholds(module, inputs)
         judged = gate(module.loss_and_grads(*inputs[:4], labels=labels), truth_of(module, inputs))
         assert not failures(judged), failures(judged)
     assert package(loss, dtype).selftest()["ok"]
@@ -70,6 +74,23 @@ def test_a_batch_of_one_pair() -> None:
     assert not bool(dq.any()) and (float(dscale), float(dbias)) == (0, 0)
     loss, dq, *_ = package("weighed_by_partner").loss_and_grads(features(2, "fp64"), None, 14.3)
     assert float(loss) == 0 and not bool(dq.any())
+
+
+@pytest.mark.parametrize("loss", ["three_block", "four_block_apart", "near_rows"])
+def test_rows_that_occur_more_than_once(loss: str) -> None:
+    """A query whose document is another's, too, has it among the others: it is no nearer than its own."""
+    for distinct in (1, 2, 7, 11):
+        as_defined(package(loss), loss, 22, "halves", 2.0, distinct)
+
+
+def test_others_that_are_all_above_the_threshold_leave_the_pair_alone() -> None:
+    """Rows of a pair are far from each other, and all others are nearer: the loss is 0, and nothing has a gradient."""
+    apart = 5 * torch.eye(DIM, dtype=torch.float64)[1:]
+    q = torch.cat([apart, -apart])
+    q[:, 0] = 1.0
+    for loss in ("three_block", "four_block_apart", "near_rows"):
+        found, dq, _, dscale, dbias = package(loss).loss_and_grads(q, None, 14.3, 0.5)
+        assert float(found) == 0 and not bool(dq.any()) and (float(dscale), float(dbias)) == (0, 0)
 
 
 SHARDS = ([6, 0, 10], [2, 2], [0, 12], [8, 4, 0, 10])
@@ -102,7 +123,7 @@ def test_over_ranks(loss: str, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 def test_over_processes(over_processes: Callable[..., None], transport: str) -> None:
-    draw = functools.partial(tensors, positives="label", one_sided=True, partnered=True)
+    draw = functools.partial(tensors, positives="label", one_sided=True, mutual=True)
     for rows in ([2, 4, 6], [6, 0, 4]):
         over_processes("four_block", transport, rows, draw)
 
@@ -156,12 +177,27 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 NOTED, WEIGHTED = "block.queries.{}[at]", "        positive[3, rows] = term\n"
+COLUMN_SIDES = "(rows == other)[:, None], columns == own"
 BUGS = {  # the loss, and what is replaced in its schedule by what
     "the other row is the next one": ("four_block", "places[rows] - first", "(places[rows] + 2) % 22 - first"),
     "the sum is that of the row itself": ("four_block", NOTED.format("mantissa"), "block.queries.mantissa[rows]"),
     "its exponent is that of the row itself": ("four_block", NOTED.format("exponent"), "block.queries.exponent[rows]"),
     "sums are noted after some have weights": (
         "weighed_by_partner", WEIGHTED, f"{WEIGHTED}        note_partners_(block)\n"
+    ),
+    "thresholds of columns are those of rows": (
+        "three_block", "z, block.key_thresholds, out", "z, block.thresholds[:, None], out"
+    ),
+    "documents are compared with queries, and not the reverse": (
+        "three_block", "((False, True),)", "((True, False),)"
+    ),
+    "sides of columns are those of rows": (
+        "of_queries_alone", COLUMN_SIDES, "(rows == own)[:, None], columns == other"
+    ),
+    "positives are left out": ("near_rows", "of_columns[positives] = False", "of_columns[positives] = True"),
+    "the gradient has what the sums leave out": (
+        "three_block", "softmaxes_(z, g, part, of_rows, of_columns)",
+        "softmaxes_(z, g, part, of_rows & False, of_columns & False)",
     ),
 }  # fmt: skip
 

@@ -280,6 +280,8 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
             of_both, of_queries.masked_fill(itself, -torch.inf), of_both.T, of_documents.masked_fill(itself, -torch.inf)
         )  # fmt: skip
         return (torch.cat(blocks, 1).logsumexp(1) - of_both.diagonal()).mean()
+    if name in ("three_block", "four_block_apart", "of_queries_alone", "near_rows"):
+        return _dense_of_pairs(name, z, x, own)
     if name == "weighed_by_partner":
         wrong = negatives.logsumexp(1) - p
         cost = torch.nn.functional.softplus(wrong, threshold=100)
@@ -317,6 +319,32 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
     pos, neg = (p - bias - largest).exp(), (negatives - bias - largest[:, None]).exp().sum(1)
     ng = torch.maximum((-tau_plus * n * pos + neg) / (1 - tau_plus), n * torch.exp(-scale - largest))
     return (torch.log(pos + ng) - (p - bias - largest)).mean()
+
+
+def _dense_of_pairs(name: str, z: Tensor, x: Tensor, own: Tensor) -> Tensor:
+    """Losses of rows in pairs that leave pairs out, sample by sample, and term by term.
+
+    "three_block" is equation 1 of arXiv 2506.05176 without hard negatives: m of j is 0 where s_ij or its like exceeds
+    the similarity of query i and its document by more than 0.1, and Z has e^x of the pair itself once.
+    "four_block_apart" has the fourth block, too, with m, and the pair once. "of_queries_alone" has of each query all
+    other documents and queries. "near_rows" is NT-Xent of all rows with m of each row, whose margin is 1/8.
+    """
+    first = [int(i) for i in torch.arange(len(x)) if i < own[i]]
+    pairs, terms = [(i, int(own[i])) for i in first], []
+    for i, document in pairs if name != "near_rows" else [(i, int(own[i])) for i in range(len(x))]:
+        most, p = float(z[i, document].detach()) + (0.125 if name == "near_rows" else 0.1), x[i, document]
+        total = [p]
+        for j, other in pairs:
+            if j in (i, document):
+                continue
+            blocks = {(i, other), (i, j), (document, other)}
+            if name != "three_block":
+                blocks = {"of_queries_alone": {(i, other), (i, j)}, "near_rows": {(i, j), (i, other)}}.get(
+                    name, blocks | {(document, j)}
+                )
+            total += [x[at] for at in sorted(blocks) if name == "of_queries_alone" or float(z[at].detach()) <= most]
+        terms.append(torch.stack(total).logsumexp(0) - p)
+    return torch.stack(terms).mean()
 
 
 def dense(

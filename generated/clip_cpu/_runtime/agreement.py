@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .group import Group, Layout, find_group
 from .package import SCALARS, Call, Package, named
+from .triangle import partners
 
 # Header fields that ranks compare. The first two kinds come first: they may explain why a rank rejects its arguments.
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
@@ -220,14 +221,12 @@ def _check_other_rows(
     """Raises ValueError, on every rank, where a label of a triangle names its own row, or rows must be pairs and are
     not. Where a row is in the batch is known only once the ranks have told their sizes, so they exchange what they
     find, too."""
-    row, labels, partnered = -1, call.labels, package.traits.partnered
+    row, labels, mutual = -1, call.labels, package.traits.mutual
     if labels is not None and looked_at != (0, -1):
         first = layout.key_offset(layout.rank)
-        own = torch.arange(first, first + len(labels), device=labels.device)
-        wrong = labels == own
-        if partnered:
-            there = (labels - first).clamp(0, len(labels) - 1)
-            wrong |= (there != labels - first) | (labels[there] != own)
+        wrong = labels == torch.arange(first, first + len(labels), device=labels.device)
+        if mutual:
+            wrong |= partners(labels, first)[1]
         row = first + int(wrong.int().argmax()) if bool(wrong.any()) else -1
     found = [row]
     if group is not None:
@@ -237,7 +236,7 @@ def _check_other_rows(
     for rank, row in enumerate(found):
         if row >= 0:
             where = f" on rank {rank}" if group else ""
-            if partnered:
+            if mutual:
                 raise ValueError(
                     f"{package.loss_name} takes pairs of rows of one rank, of which labels[i] = j and labels[j] = i, "
                     f"but row {row}{where} is in none"

@@ -25,12 +25,12 @@ def times_rows(x: Tensor, numbers: Tensor) -> Tensor:
     return out
 
 
-def row_dots(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dot product of each row of x with that of y, (rows,), computed in `dtype`."""
+def row_dots(x: Tensor, y: Tensor, dtype: torch.dtype, places: Tensor | None = None) -> Tensor:
+    """The dot product of each row of x with that of y, or with y at its place, (rows,), computed in `dtype`."""
     found = x.new_empty(x.shape[0], dtype=dtype)
     for start in range(0, x.shape[0], STRIP_ROWS):
         strip = slice(start, start + STRIP_ROWS)
-        found[strip] = (x[strip].to(dtype) * y[strip]).sum(1)
+        found[strip] = (x[strip].to(dtype) * y[strip if places is None else places[strip]]).sum(1)
     return found
 
 

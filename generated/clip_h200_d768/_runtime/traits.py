@@ -13,6 +13,11 @@ from typing import Literal
 # pairs are.
 Known = Literal["before", "row", "all"]
 Domain = Literal["rectangle", "triangle"]
+# Of a triangle whose rows are pairs, classes of pairs (i, j): whether i comes before its positive, and whether j does.
+SIDES = {
+    "first_first": (True, True), "first_second": (True, False), "second_first": (False, True),
+    "second_second": (False, False),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,8 @@ class Traits:
                       of their own in a sum over pairs, and are left out of log-sum-exps; with positives "id" they are
                       the positives, which stay in log-sum-exps; "positive": positives are left out of log-sum-exps, too
                       "above": pairs whose similarity exceeds their query's threshold, but no positive, are left out,
-                      too; "above_by_guide": the same of a guide's similarities
+                      too; "above_by_guide": the same of a guide's similarities; those of SIDES: pairs of rows that are
+                      the first or the second of their pairs, but no positive, are left out, too
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
@@ -209,6 +215,27 @@ class Traits:
     def thresholds(self) -> bool:
         """Whether log-sum-exps leave out pairs above a threshold of their query, which follows from its positive."""
         return "above" in self.classes or "above_by_guide" in self.classes
+
+    @property
+    def by_side(self) -> bool:
+        """Whether log-sum-exps leave out pairs by whether their rows are the first or the second of their pairs."""
+        return not SIDES.keys().isdisjoint(self.classes)
+
+    @property
+    def mutual(self) -> bool:
+        """Whether rows are pairs, each the positive of the other and both on one rank."""
+        return self.partnered or (self.triangle and self.thresholds)
+
+    @property
+    def own_references(self) -> bool:
+        """Whether log-sum-exps leave out so many pairs that those of a sample say little about the others."""
+        return self.thresholds or self.by_side
+
+    @property
+    def masks_of_sides(self) -> int:
+        """How many masks of a panel torch holds at most where rows have references of their own: of a triangle those of
+        both axes, and one in work for sides."""
+        return (1 + self.triangle + self.by_side) * self.own_references
 
     @property
     def own_keys(self) -> bool:

@@ -18,6 +18,14 @@ from .traits import Traits
 _EXPONENT_OF_POSITIVES = 4  # as in `Block.positive`
 
 
+def partners(labels: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Of the rows of a rank, from `first` on, the places of their positives among them, and which rows are in no pair:
+    their positive is another rank's, or has another positive itself. Of these any place."""
+    places, own = labels - first, torch.arange(first, first + len(labels), device=labels.device)
+    there = places.clamp(0, len(labels) - 1)
+    return there, (there != places) | (labels[there] != own)
+
+
 def begin(sums: Tensor, traits: Traits) -> None:
     """Makes `sums` (2 + POSITIVE_PARTS, n) those of no pair: sums of 0, and positives that nobody has met.
 
