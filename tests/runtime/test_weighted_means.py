@@ -143,7 +143,7 @@ ALONE: dict[str, Edit] = {
     "weights are not divided by their sum": (WEIGHTED, "(factors / (factors @ self._sums[:, -1:]))", "factors"),
     "queries have the first rows' part": (WEIGHTED, "self._of_queries(start + first,", "self._of_queries(first,"),
     "keys have the part of queries": (WEIGHTED, "strip.addmm_(rows, queries", "strip.addmm_(rows, self._sums[:, :-1]"),
-    "dk lacks the mean": (ENGINE, "self._means.for_keys(total)", "{}"),
+    "dk lacks the mean": (ENGINE, "self._further.for_keys(total)", "{}"),
     "the loss lacks the mean": (WEIGHTED, "mean.mul_(weight *", "mean.mul_(0 *"),
 }
 OVER_RANKS: dict[str, Edit] = {
