@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9cda65cc7cfa45ed762003c137495fcc7f7f6be78f73eff911c661af76adb609",
+    "digest": "72880325f09e869394da9c2e8cd90208c9930eb0306910c2d978272550cfc790",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

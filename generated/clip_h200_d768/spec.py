@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4aafdc9c6c8be64d142d32f6e4ea2bd907a0108e103b93765f2ac6aa7574576b",
+    "digest": "df9e60c2ae89d82e206d4b04ac222a7d8ef0bc5ce903f69a3cab529d1876bf02",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -103,8 +103,11 @@ def test_the_state_is_kept_where_the_caller_has_it(packages: Packages) -> None:
     torch.testing.assert_close(table[9:21, 1].double(), log_g, rtol=1e-5, atol=1e-6)  # an average of equal numbers
     wide = U.clone()
     package.loss_and_grads(q, k, 3.0, query_state=wide)
-    expected = moving_average(X @ Y.T, torch.tensor(3.0), torch.arange(12), U)[1]
-    torch.testing.assert_close(wide, expected, rtol=1e-5, atol=1e-6)
+    expected = next_of(Inputs(X, Y, 3.0, query_state=U, key_state=V))
+    torch.testing.assert_close(wide, expected[0], rtol=1e-5, atol=1e-6)
+    columns = torch.stack((U, V), 1)  # which lie between each other
+    packages("sogclr_clip").loss_and_grads(X, Y, 3.0, query_state=columns[:, 0], key_state=columns[:, 1])
+    assert_close(columns, torch.stack(expected, 1))
 
 
 def test_traced_and_transformed(packages: Packages) -> None:
@@ -258,6 +261,10 @@ def test_values_at_the_ends(packages: Packages) -> None:
 
 STATE = r"query_state must be a dense fp32 or fp64 tensor of shape \(12,\) on cpu"
 OF_KEYS, BOTH = STATE.replace("query", "key"), "sogclr_clip"
+TABLE = torch.zeros(16, dtype=torch.float64)
+with torch.inference_mode():
+    FIXED = U.clone()
+TWO = "query_state and key_state must be two tensors: a call writes the next states into each$"
 BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sogclr", {}, ValueError, f"^sogclr needs query_state: {STATE}$"),
     ("sogclr", {"query_state": 0.0}, TypeError, f"{STATE}, not float$"),
@@ -278,9 +285,12 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         r"no gradient, but requires one: pass key_state.detach\(\)",
     ),
     (
-        BOTH, {"query_state": U, "key_state": U[:]}, ValueError,
-        "query_state and key_state must be two tensors: a call writes the next states into each$",
+        "sogclr", {"query_state": U[1].expand(12)}, ValueError,
+        r"^query_state has several elements in one place, and a call writes .* into it: pass query_state.clone",
     ),
+    (BOTH, {"query_state": U, "key_state": FIXED}, ValueError, "^key_state was made in inference mode, and a call wr"),
+    (BOTH, {"query_state": U, "key_state": U[:]}, ValueError, TWO),
+    (BOTH, {"query_state": TABLE[:12], "key_state": TABLE[4:]}, ValueError, TWO),
 ]  # fmt: skip
 
 

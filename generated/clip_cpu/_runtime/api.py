@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import numbers
 import operator
 import warnings
@@ -442,15 +443,32 @@ def _check_vectors(package: Package, call: Call) -> None:
             raise ValueError(f"{expected}, not on {x.device}")
         if name in _STATES and x.requires_grad:
             raise ValueError(f"{name} has no gradient, but requires one: pass {name}.detach(), which is overwritten")
+        if name in _STATES and x.shape == q.shape[:1]:
+            why = "has several elements in one place" if x.stride(0) == 0 else "was made in inference mode"
+            raise ValueError(
+                f"{name} {why}, and a call writes the next state into it: pass {name}.clone(), and keep it"
+            )
         raise ValueError(f"{expected}, not of shape {_shape(x)}")
     states = _states(package, call)
-    if len(states) > 1 and _are_one(*states):
+    if len(states) > 1 and _overlap(*states):
         raise ValueError(f"{' and '.join(_STATES)} must be two tensors: a call writes the next states into each")
 
 
-def _are_one(x: Tensor, y: Tensor) -> bool:
-    """Whether what is written into one is in the other. In a graph that is traced, tensors have no memory yet."""
-    return x is y or (not torch.compiler.is_compiling() and x.is_set_to(y))
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two vectors of one length have an element in common; of several strides, whether they may have one. In a
+    graph that is traced, tensors have no memory yet."""
+    if x is y or torch.compiler.is_compiling():
+        return x is y
+    if x.is_set_to(y) or not torch._C._is_alias_of(x, y):  # type: ignore[attr-defined]
+        return x.is_set_to(y)  # which sees through functorch, as the other does not
+    distance, strides, last = y.storage_offset() - x.storage_offset(), (x.stride(0), y.stride(0)), x.shape[0] - 1
+    return distance % max(1, math.gcd(*strides)) == 0 and -last * strides[1] <= distance <= last * strides[0]
+
+
+def _is_writable(x: Tensor) -> bool:
+    """Whether a call may write into each element of a vector."""
+    fixed = not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
+    return not fixed and (x.shape[0] < 2 or x.stride(0) > 0)
 
 
 def _is_dense(name: str, x: Tensor) -> bool:
@@ -464,7 +482,7 @@ def _is_vector(name: str, x: Any, q: Tensor) -> bool:
         return False
     if name == "negatives":
         return x.device == q.device and x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
-    return x.device == q.device and x.shape == q.shape[:1]
+    return x.device == q.device and x.shape == q.shape[:1] and (name not in _STATES or _is_writable(x))
 
 
 def _vectors(
