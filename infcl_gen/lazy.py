@@ -318,7 +318,7 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise:
     return text
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)  # 1 is no True
 def _changed(loss: Any, prefixes: tuple[tuple[int, float], ...], reduction: str, renormalise: bool) -> str:
     """The loss over these prefixes, or for each query, as JSON. Raises LossError for one that cannot have them."""
     from infcl_gen.losses import load_loss, over_prefixes

@@ -66,6 +66,7 @@ from torch import Tensor
 
 from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.means import EACH
+from infcl_gen.runtime.renormalised import SMALLEST_NORM
 from infcl_gen.runtime.selftest import ROUNDINGS, compared, product_roundoff
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.runtime.weighted import STRIP_ROWS
@@ -165,7 +166,7 @@ def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
 def _over_norms(x: Tensor, errors: Tensor) -> Tensor:
     """Errors in the gradient of x from those of x over its norm. What x has along itself is taken off, with the errors
     of that: twice the size at most."""
-    norms: Tensor = torch.linalg.vector_norm(x.to(errors.dtype), dim=1, keepdim=True).clamp(min=1e-12)
+    norms: Tensor = torch.linalg.vector_norm(x.to(errors.dtype), dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
     return 2 * errors / norms
 
 

@@ -14,7 +14,7 @@ import torch
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES, derive
 from infcl_gen.planning import Plan, memory
-from infcl_gen.runtime import means
+from infcl_gen.runtime import means, renormalised, scaled
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.properties import DTYPES
 from tests.kernels.tiers import LONG
@@ -376,6 +376,7 @@ def test_a_gather_allocates_what_is_planned(flags: dict[str, Any], world: int) -
     assert measured <= predicted <= 1.1 * measured
 
 
-def test_means_are_planned_as_they_are_added_up() -> None:
-    """The planner runs without torch, which `means` imports. A strip's fp64 rows are two of fp32 each."""
+def test_rows_are_planned_as_the_runtime_takes_them() -> None:
+    """The planner runs without torch, which the runtime imports. A strip's fp64 rows are two of fp32 each."""
     assert (memory.MEAN_ROWS, memory.MEAN_STRIP) == (means.EACH, 2 * means.STRIP_ROWS)
+    assert (memory.SCALED_ROWS, memory.FACTOR_ROOM) == (scaled.STRIP_ROWS, renormalised.TILE_ROWS)

@@ -181,6 +181,8 @@ def test_prefixes_by_keyword(renormalise: bool) -> None:
     for call in (package.contrastive_loss, by_module, lambda *x: infcl_gen.contrastive_loss(*x, **how)):
         value = call(*leaves)
         assert_close([value.detach(), *torch.autograd.grad(value, leaves)], truth)
+    with pytest.raises(InfclError, match="renormalise=1 is neither True nor False"):  # also after a call with True
+        infcl_gen.contrastive_loss(*leaves, prefixes=PREFIXES, renormalise=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
