@@ -11,8 +11,8 @@ from typing import NamedTuple
 from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.runtime.traits import Traits
 
-# Columns of a product below which the matrix library gets whole inner extents: with 32 columns and one of 4 097 dk lacked
-# what the last row adds, on an H200 with cuBLAS 13.0; with 4 096 it did not.
+# Columns of a product below which the matrix library gets whole inner extents: with 32 columns and one of 4 097 dk
+# lacked what the last row adds, on an H200 with cuBLAS 13.0; with 4 096 it did not.
 NARROW = 64
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
 
