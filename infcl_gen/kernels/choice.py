@@ -56,7 +56,7 @@ class Choice:
     keeps: bool = False  # with a ring: the keys that visit last in forward stay for backward
     wider: bool = True  # there is room for the gradients of features wider than `dtype`, which are not rounded to it
     blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)  # by tile; none for torch
-    hopper_stages: int = 0  # pipeline stages of the kernels of hopper.py; 0 without them
+    hopper_stages: int = 0  # pipeline stages of the kernels for Hopper alone; 0 without them
 
     @property
     def of_queries(self) -> bool:

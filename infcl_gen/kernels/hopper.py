@@ -13,6 +13,21 @@ Q, K, G = (
 )
 
 
+TILE = (128, 128)  # rows and keys of the ordinary kernels, whose work is taken over
+
+
+def runs(choice: Choice) -> bool:
+    """Whether kernels in Gluon run: panels of 2-byte features that descriptors address, on Hopper."""
+    panels = choice.strategy == "panel" and choice.descriptors and choice.operand_bytes == 2
+    return choice.arch == ARCH and panels
+
+
+def has_tiles(choice: Choice) -> bool:
+    """Whether the ordinary forward and gradient have the tiles of these kernels."""
+    blocks = (choice.blocks[name] for name in ("forward", "gradient") if name in choice.blocks)
+    return all((block.rows, block.keys) == TILE for block in blocks)
+
+
 def stages(choice: Choice) -> int:
     """Pipeline stages of query tiles; 0 where the ordinary kernels stay.
 
@@ -20,11 +35,11 @@ def stages(choice: Choice) -> int:
     0.70. Up to D = 128 the ordinary forward keeps its keys, too. Beyond 256 keys and queries do not fit into shared
     memory together.
     """
-    narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.both_axes
-    here = choice.arch == ARCH and choice.strategy == "panel" and choice.descriptors
-    here = here and not (choice.traits.masked or choice.traits.triangle or choice.traits.slabs or choice.traits.guide)
-    tiles = [(block.rows, block.keys) for name, block in choice.blocks.items() if name in ("forward", "gradient")]
-    return 9 // -(-choice.dim // 64) if narrow and here and {*tiles} <= {(128, 128)} else 0
+    narrow = 128 < choice.dim <= 256 and not choice.split and choice.both_axes
+    here = runs(choice) and not (
+        choice.traits.masked or choice.traits.triangle or choice.traits.slabs or choice.traits.guide
+    )
+    return 9 // -(-choice.dim // 64) if narrow and here and has_tiles(choice) else 0
 
 
 def values(choice: Choice) -> dict[str, int]:
@@ -35,10 +50,16 @@ def values(choice: Choice) -> dict[str, int]:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
+    return variants(choice, (Q, K, G), "")
+
+
+def variants(choice: Choice, tensors: tuple[Argument, Argument, Argument], strides: str) -> tuple[Kernel, ...]:
+    """The two kernels, of tensors q, k and g. `strides`: what else the gradient takes."""
+    q, k, g = tensors
     sums = "reference row_exponent row_sum key_exponent key_sum"
-    forward = arguments(Q, K, SCALARS, sums, "flags queries keys strip rows_stride keys_stride MASKED")
+    forward = arguments(q, k, SCALARS, sums, "flags queries keys strip rows_stride keys_stride MASKED")
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest"
-    gradient = arguments(Q, K, SCALARS, sums, G, "flags queries keys strip")
+    gradient = arguments(q, k, SCALARS, sums, g, f"flags queries keys strip {strides}")
     return tuple(
         Kernel(f"{name}_hopper", taken, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", replaces=name)
         for name, taken in (("forward", forward), ("gradient", gradient))

@@ -3,12 +3,12 @@
 import itertools
 from typing import Any, NamedTuple
 
-from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, arguments
+from infcl_gen.kernels import hopper
+from infcl_gen.kernels.arguments import Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family
-from infcl_gen.kernels.hopper import ARCH, GLUON, WARPS
 
-BLOCK = Block(128, 128, 32, 8, 3)  # of the ordinary kernels, whose tiles a variant has
+BLOCK = Block(*hopper.TILE, 32, 8, 3)  # of the ordinary kernels, whose tiles a variant has
 DEPTH = 64  # columns of a stage, 128 bytes of a row: copies of 64 bytes take 1.5 times as long
 UNIT = 32  # columns by which prefixes grow
 STAGES = 6  # of 32 KiB each; beside them 35 KiB are left, for tiles of g and what groups tell each other
@@ -32,15 +32,13 @@ class Walk(NamedTuple):
 def here(choice: Choice) -> bool:
     """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns, of
     products as they are."""
-    kind = choice.arch == ARCH and choice.strategy == "panel" and choice.descriptors and choice.operand_bytes == 2
     of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and choice.one_exponential and not choice.traits.renormalised
-    return kind and of_slabs and not any(prefix % UNIT for prefix in choice.traits.prefixes[:-1])
+    return hopper.runs(choice) and of_slabs and not any(prefix % UNIT for prefix in choice.traits.prefixes[:-1])
 
 
 def stages(choice: Choice) -> int:
     """Pipeline stages of tiles of queries and keys; 0 where the ordinary kernels stay."""
-    tiles = {(block.rows, block.keys) for name, block in choice.blocks.items() if name in ("forward", "gradient")}
-    return STAGES if here(choice) and tiles <= {(BLOCK.rows, BLOCK.keys)} else 0
+    return STAGES if here(choice) and hopper.has_tiles(choice) else 0
 
 
 def walks_of(choice: Choice) -> list[list[Walk]]:
@@ -76,14 +74,7 @@ def values(choice: Choice) -> dict[str, Any]:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    sums = "reference row_exponent row_sum key_exponent key_sum"
-    forward = arguments(Q, K, SCALARS, sums, "flags queries keys strip rows_stride keys_stride MASKED")
-    sums = "query_exponent query_mantissa key_ratio key_reference key_lowest"
-    gradient = arguments(Q, K, SCALARS, sums, G, "flags queries keys strip g_stride slab_stride query_stride")
-    return tuple(
-        Kernel(f"{name}_hopper", taken, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", replaces=name)
-        for name, taken in (("forward", forward), ("gradient", gradient))
-    )
+    return hopper.variants(choice, (Q, K, G), "g_stride slab_stride query_stride")
 
 
 FAMILY = Family(
@@ -93,7 +84,7 @@ FAMILY = Family(
     wanted=lambda choice: choice.hopper_stages > 0 and bool(choice.slabs),
     revision=1,
     file="hopper_slabs.py",
-    arch=ARCH,
-    gluon=GLUON,
+    arch=hopper.ARCH,
+    gluon=hopper.GLUON,
     values=values,
 )
