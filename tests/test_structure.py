@@ -192,7 +192,8 @@ def test_the_source_stays_small() -> None:
     its weights, 97 for what refusals offer, 450 for any number of positives, from the formula on, 220 for factors of
     similarities, 260 for a second sum of each query, 145 for the sum of a row's partner, from the formula to
     the peers of bench, 325 for a guide and 266 for its softmaxes of both sides,
-    479 for prefixes from the flag to the gate, 376 for their cosines, likewise, 50 for numbers at the planned size,
+    479 for prefixes from the flag to the gate, 376 for their cosines, likewise, 131 for their kernels on Hopper,
+    50 for numbers at the planned size,
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,
     242 for thresholds and blocks of rows in pairs, likewise,
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
