@@ -76,6 +76,7 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.logs = tempfile.TemporaryDirectory(prefix="infcl-gen-pool-")
         folders = [folder] if isinstance(folder, Path) else folder
+        self.warm = False  # a test may note that the processes have worked once
         self.lost = False  # a process has ended, though it may still be seen alive for a moment
         self.pipes: list[Connection] = []
         self.processes = []

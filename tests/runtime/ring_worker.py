@@ -129,6 +129,22 @@ def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:
             assert dist.get_process_group_ranks(_groups[ranks]) == list(ranks), "not in the order asked for"
 
 
+def connect(ranks: tuple[int, ...], timeout_s: float) -> None:
+    """Makes NCCL's connections to the neighbours in this group within another timeout than the group's own."""
+    if _device.type == "cpu" or len(ranks) == 1:
+        return
+    group, rank, words = _groups[ranks], ranks.index(dist.get_rank()), torch.zeros(2, device=_device)
+    backend = group._get_backend(_device)
+    own_timeout = backend.options._timeout
+    backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+    send = dist.P2POp(dist.isend, words[:1], ranks[(rank + 1) % len(ranks)], group)
+    receive = dist.P2POp(dist.irecv, words[1:], ranks[rank - 1], group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    torch.cuda.synchronize(_device)
+    backend._set_default_timeout(own_timeout)
+
+
 def group_of(ranks: tuple[int, ...]) -> Any:
     """The group of these global ranks, in this order."""
     return _groups[ranks]
