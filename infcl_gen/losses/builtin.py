@@ -290,6 +290,24 @@ A call passes `query_ids=`, int64 (M,), and `key_ids=`, int64 (N,), both on the 
 Over several ranks each passes the ids of its own rows, and ids travel with their keys.""",
 )
 
+_y = scale * z
+
+SPECTRAL = LossSpec(
+    name="spectral",
+    formula=sum_over_pairs(((1 - is_positive) * _y - 2 * is_positive) * _y) / queries,
+    positives="diagonal",
+    doc="Spectral contrastive loss: the logit of a pair is to be large, and the squares of all other logits small.",
+    source="HaoChen et al., arXiv 2106.04156, section 3.2, of a batch as in the code of the authors, over M - 1",
+    use="""\
+For two views of each image, in place of a softmax: its minimum is a spectral decomposition of the graph of views.
+Each pair has a term of its own, as in `siglip`, so no rank needs the sums of another.
+
+The source's loss is -2 times the mean of positives, and the mean of the squares of all M (M - 1) other pairs.
+Its features have a norm of at most sqrt(mu). Divide them by sqrt(mu).
+It is then `(M - 1) * contrastive_loss(q, k, mu / (M - 1), loss="spectral")`, of M pairs over all ranks.
+`scale` says how much other pairs count. `bias` has no part in it. The loss may be negative.""",
+)
+
 _of_rows = scale * similarity("query", "query") + bias
 
 NTXENT = LossSpec(
@@ -560,6 +578,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         CWCL,
         SIGLIP,
         SIGLIP_MULTI,
+        SPECTRAL,
         NTXENT,
         FOUR_BLOCK,
         THREE_BLOCK,

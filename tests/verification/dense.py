@@ -71,6 +71,7 @@ def dense_loss(
     are the other captions of its clip and the other clips of its caption. "mil_nce_multi" is the same with any number
     of candidates of a clip, the captions of its id. "weighed_by_column" weighs log(1 + e^(r - p)), r of a query's other
     keys, by the logistic function of c - p, c of its key's other queries, and adds a quarter of log(1 + e^(c - p)).
+    "spectral" is L(f) of arXiv 2106.04156 with its mu, over M - 1, where `scale` is mu / (M - 1).
     "gist" is the loss of arXiv 2402.16829 of queries against keys alone, query by query, with the margin 0 of sentence-
     transformers.
     """
@@ -142,6 +143,10 @@ def dense_loss(
     if name == "siglip":
         labels = 2.0 * torch.eye(len(q), dtype=logits.dtype, device=q.device) - 1.0
         return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(q)
+    if name == "spectral":
+        z, mu = q @ k.T, scale * (len(q) - 1)
+        others = mu * z[~torch.eye(len(q), dtype=torch.bool, device=q.device)]
+        return ((others**2).mean() - 2 * mu * z.diagonal().mean()) / (len(q) - 1)
     if name.startswith("cwcl") and guide_queries is not None and guide_keys is not None:
         similar = guide_queries.to(q) @ guide_keys.to(q).T
         w = 0.7 - 0.2 * similar if name == "cwcl_rince" else 0.5 + 0.5 * similar
