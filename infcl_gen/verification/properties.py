@@ -302,10 +302,15 @@ def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
 def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     """Which of (loss, dq, dk, dscale, dbias) are not NaN exactly where the oracle is, with a NaN in the last query. A
     pair that its log-sum-exp leaves out may be NaN, too, and dbias of a loss without bias. Beside columns of ids a
-    query without a positive need not be: autograd multiplies its weight of 0 by NaN."""
-    q = inputs.q.clone()
-    q[-1, 0] = float("nan")
-    spoilt = inputs._replace(q=q)
+    query without a positive need not be: autograd multiplies its weight of 0 by NaN. In a sum over pairs a class may
+    have a constant slope: what is then the same for any number in that place need not be NaN, either."""
+
+    def with_last(number: float) -> Inputs:
+        q = inputs.q.clone()
+        q[-1, 0] = number
+        return inputs._replace(q=q)
+
+    spoilt = with_last(math.nan)
     found = module.loss_and_grads(*spoilt[:4], **spoilt.given)
     traits, wrong = Traits(**module.SPEC["loss"]["traits"]), list[str]()
     for name, value, true in compared(found, oracle(module, spoilt)):
@@ -315,6 +320,9 @@ def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
             assert inputs.query_ids is not None and inputs.key_ids is not None
             positives = (inputs.query_ids[:-1, None] == inputs.key_ids).any(1, keepdim=True)
             differs[:-1] &= positives.to(differs.device) | ours[:-1]
+        if traits.pairs and bool(differs.any()):
+            one, other = (getattr(oracle(module, with_last(number)), name) for number in (0.0, 1.0))
+            differs &= (one != other) | ours
         if bool(differs.any()):
             wrong.append(name)
     return wrong

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import infcl_gen
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.verification import verify
 from infcl_gen.verification.gate import failures
 from infcl_gen.verification.properties import (
@@ -115,6 +116,23 @@ def test_losses_of_the_documentation_are_right(code: str, tmp_path: Path) -> Non
         case = Case(65, 65, 16, "fp32", 3.0, seed=2)
         checked(module, case, "cpu")
         assert nan_misplaced(module, inputs_of(module, case)) == []
+
+
+@pytest.mark.parametrize("loss", BUILTIN_LOSSES)
+def test_a_nan_leads_where_the_reference_has_it(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of spectral, whose positives have a constant slope. Planted: a dk without NaN."""
+    module = package(loss, "fp32", 16)
+    inputs = inputs_of(module, Case(34, 34, 16, "fp32", 3.0, seed=2))
+    assert nan_misplaced(module, inputs) == []
+    if loss != "spectral":
+        return
+    found = module.loss_and_grads
+    monkeypatch.setattr(
+        module,
+        "loss_and_grads",
+        lambda *args, **how: (*(of := found(*args, **how))[:2], torch.nan_to_num(of[2]), *of[3:]),
+    )
+    assert nan_misplaced(module, inputs) == ["dk"]
 
 
 INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that the interpreter can do
