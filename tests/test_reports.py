@@ -44,8 +44,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "stash": {"batch_size": "64k", "dim": 768, "memory_budget": "3GiB", **H200},
     "cluster": {"batch_size": "512k", "dim": 1024, "devices": 64, "nodes": 8, "memory_budget": "2GiB", **H200},
     "keys": {"loss": "infonce", "batch_size": 8192, "keys": 40000, "dim": 256, **H200},
+    "hopper": {"batch_size": "64k", "dim": 200, **H200},
+    "prefixes": {"batch_size": "64k", "dim": 768, "prefixes": "96,192,384,768", **H200},
     "cpu": {"batch_size": 1000, "dim": 64, "device_profile": "cpu"},
 }
+DEPTHS = {"hopper": 256, "prefixes": 64}  # where kernels for Hopper run, columns of a stage
 GRID = json.loads((ROOT / "tune" / "bench" / "h200-grid.json").read_text())
 
 
@@ -178,7 +181,11 @@ def test_tiles_are_to_scale(shown: dict[str, Shown], name: str) -> None:
     assert found["panel 0, 0"] == ((rows, keys) if plan.strategy == "fused" else panel)
     assert ("stash" in found) == bool(plan.stash_rows)
     for kernel, block in plan.blocks.items():
-        assert found[f"block of {kernel}"] == (block.rows, block.depth if kernel == "finish" else block.keys)
+        runs = f"{kernel}_hopper" if name in DEPTHS and kernel in ("forward", "gradient") else kernel
+        assert found[f"block of {runs}"] == (block.rows, block.depth if kernel == "finish" else block.keys)
+    for kernel in ("forward", "gradient") if name in DEPTHS else ():  # not those whose place they take
+        assert found[f"left operand of {kernel}_hopper"] == (128, DEPTHS[name])
+        assert not {f"block of {kernel}", f"left operand of {kernel}"} & {*found}
 
 
 def test_panels_cover_a_hop(shown: dict[str, Shown]) -> None:

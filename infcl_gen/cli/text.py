@@ -60,6 +60,8 @@ def tuning_text(outcome: Outcome) -> str:
 
 
 def plan_text(plan: Plan) -> str:
+    from infcl_gen.kernels import launched
+
     problem = plan.problem
     counts = plan.traits.counted(problem.batch_size, problem.total_keys, " x ")
     sizes = f"{counts} x {problem.dim}, {plan.dtype}"
@@ -67,7 +69,7 @@ def plan_text(plan: Plan) -> str:
     reasons = [(str(r.level), r.decision, r.why) for r in plan.reasons]
     blocks = [
         (name, f"{b.rows} rows x {b.keys} keys x {b.depth} deep, {b.warps} warps, {b.stages} stages")
-        for name, b in plan.blocks.items()
+        for name, b in launched(plan).values()
     ]
     buffers = [
         (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why) for b in plan.buffers

@@ -38,7 +38,9 @@ from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.runtime.traits import Traits
 
-__all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "tiles"]
+__all__ = [
+    "FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "launched", "tiles",
+]  # fmt: skip
 
 # In the order of kernels.py; then the variants, each a module of this folder.
 _ORDINARY = (
@@ -55,6 +57,17 @@ def families(choice: Choice) -> tuple[Family, ...]:
     """The families of a package, in the order of its files."""
     here = (each for each in FAMILIES if choice.strategy in each.strategies and each.arch in ("", choice.arch))
     return tuple(each for each in here if each.wanted(choice))
+
+
+def launched(choice: Choice) -> dict[str, tuple[str, Block]]:
+    """By tile the kernel that runs on the device of the choice, and its block: a variant in the place of another."""
+    variants = {
+        kernel.replaces: (kernel.name, family.block(choice))
+        for family in families(choice)
+        if family.block is not None
+        for kernel in family.kernels(choice)
+    }
+    return {name: variants.get(name, (name, block)) for name, block in choice.blocks.items()}
 
 
 def tiles(strategy: str, traits: Traits) -> tuple[Tile, ...]:

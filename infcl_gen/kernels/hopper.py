@@ -1,12 +1,13 @@
 """forward_hopper, gradient_hopper: what `forward` and `gradient` compute, for Hopper GPUs, in Gluon."""
 
 from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, arguments
-from infcl_gen.kernels.choice import Choice
+from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family
 
 ARCH = "sm_90"
 GLUON = "language.nvidia.hopper:tma.async_copy_global_to_shared"  # so named in Triton 3.6 and 3.7
 WARPS = 4  # of one group
+ALL_WARPS = 2 * WARPS + 1  # two groups multiply, and one warp copies tiles
 Q, K, G = (
     Argument(name, "*{operands}", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT")
     for name in "qkg"
@@ -49,6 +50,11 @@ def values(choice: Choice) -> dict[str, int]:
     return {"hopper_parts": parts, "hopper_last": last, "hopper_stages": choice.hopper_stages}
 
 
+def block(choice: Choice) -> Block:
+    """A stage has whole queries, padded to parts of 64 columns; keys stay in shared memory."""
+    return Block(*TILE, 64 * values(choice)["hopper_parts"], ALL_WARPS, choice.hopper_stages)
+
+
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     return variants(choice, (Q, K, G), "")
 
@@ -77,4 +83,5 @@ FAMILY = Family(
     gluon=GLUON,
     values=values,
     longest_strip=256,  # blocks of 128 rows: a whole panel
+    block=block,
 )

@@ -87,4 +87,5 @@ FAMILY = Family(
     arch=hopper.ARCH,
     gluon=hopper.GLUON,
     values=values,
+    block=lambda choice: Block(*hopper.TILE, DEPTH, hopper.ALL_WARPS, choice.hopper_stages),
 )

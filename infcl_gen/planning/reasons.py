@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from infcl_gen.inputs.problem import Problem
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.kernels import TILES, default_blocks
+from infcl_gen.kernels import TILES, default_blocks, launched
 from infcl_gen.kernels.fused import DIM_LIMIT
 from infcl_gen.planning.candidates import GATHER_GAIN, GATHER_LIMIT, Candidate
 from infcl_gen.planning.model import products_of
@@ -90,6 +90,10 @@ def reasons_of(
         found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
         why = f"keeps to a register budget of {profile.registers_per_thread} per thread"
         found.append(Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", why))
+    for kernel, (name, block) in launched(choice).items():
+        if name != kernel:
+            why = f"{block.warps} warps, {block.stages} stages; in place of {kernel}, where Triton can run it"
+            found.append(Reason(3, f"{name} block {block.rows} x {block.keys} x {block.depth}", why))
     if choice.blocks:
         on = choice.descriptors
         why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infcl_gen.inputs.text import bytes_text, count_text, time_text
+from infcl_gen.kernels import launched
 from infcl_gen.kernels.elementwise import FinishTile
 from infcl_gen.planning import Plan
 from infcl_gen.planning.model import CostModel
@@ -151,8 +152,8 @@ def _panels(plan: Plan) -> Figure:
     sides = (("forward", min(plan.forward_rows, rows), min(plan.forward_keys, keys)), (inner, *_panel(plan)))
     scale = min(0.48 * WIDTH / max(side[2] for side in sides), 240 / max(side[1] for side in sides))
     marks, said = list[Mark](), []
-    for number, (kernel, height, width) in enumerate(sides):
-        block, x = plan.blocks[kernel], number * WIDTH / 2
+    for number, (tile_of, height, width) in enumerate(sides):
+        (kernel, block), x = launched(plan)[tile_of], number * WIDTH / 2
         marks.append(text(x, 11, f"{kernel}: {height} x {width}"))
         marks.append(_tile(0, 0, height, width, scale, "soft", f"panel of {kernel}", x, 16))
         tile = min(block.rows, height), min(block.keys, width)
@@ -168,7 +169,7 @@ def _panels(plan: Plan) -> Figure:
 
 def _blocks(plan: Plan) -> Figure:
     """Each kernel's block beside the slices of queries and keys that it multiplies."""
-    blocks, gap = plan.blocks.items(), 6.0
+    blocks, gap = launched(plan).values(), 6.0
     scale = (WIDTH / 2 - 3 * gap) / max(b.keys + b.depth for _, b in blocks)
     marks, y, height = list[Mark](), 0.0, 0.0
     for number, (kernel, block) in enumerate(blocks):
