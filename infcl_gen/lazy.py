@@ -174,8 +174,8 @@ def contrastive_loss(
                    pair rows i and i + M/2 of this rank
     query_ids      int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q
     query_weight   (M,) of a loss with weights of queries, key_weight (N,) of one with weights of keys, and negatives
-                   (M, H, D), keys that one query sees alone, of a loss with them; floating-point, on the device of q,
-                   with exact gradients
+                   (M, H, D), keys that one query sees alone, of a loss with them, or (M / 2, H, D), of the first rows
+                   of its pairs; floating-point, on the device of q, with exact gradients
     query_state    (M,) of a loss with states of queries, key_state (N,) of one with states of keys, fp32 or fp64, on
                    the device of q: the call writes the next ones there
     query_scale    (M,) and key_scale (N,) of a loss with scales of single queries or keys, 1 / temperature; the same

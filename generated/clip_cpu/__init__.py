@@ -76,8 +76,8 @@ def contrastive_loss(
     query_ids    int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q;
                  else None.
     query_weight  (M,) of a loss with weights of queries, key_weight (N,) of one with weights of keys, and negatives
-                 (M, H, D), H further keys of each query that no other sees, of a loss with them; floating-point, on the
-                 device of q. All have gradients.
+                 (M, H, D), H further keys of each query that no other sees, of a loss with them, or (M / 2, H, D), of
+                 the first rows of its pairs; floating-point, on the device of q. All have gradients.
     query_state  (M,) of a loss with a state of queries, key_state (N,) of one with a state of keys, fp32 or fp64, on
                  the device of q. The next states are written into them; they have no gradients.
     query_scale  (M,) and key_scale (N,) of a loss with scales of single queries or keys, 1 / temperature; the same.

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "72880325f09e869394da9c2e8cd90208c9930eb0306910c2d978272550cfc790",
+    "digest": "f6b91e8b0dca868efeb4ac3a5789e5e6cfb0287b03b16068c44dd15991dc305d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

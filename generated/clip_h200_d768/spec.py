@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "df9e60c2ae89d82e206d4b04ac222a7d8ef0bc5ce903f69a3cab529d1876bf02",
+    "digest": "bf2823e620f539e62deff816cf9055904286c18215024cd9a06d6ea6b1f9b669",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -170,6 +170,7 @@ def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any
     names = {"classes": loss.CLASSES, "vectors": loss.VECTORS, "scaled": loss.SCALES, "positives": loss.POSITIVES}
     names["weighted"] = hasattr(loss, "WEIGHT")
     names["key_statistics"] = ("mean_by_guide",) * hasattr(loss, "GUIDE_SHARES")
+    names["query_statistics"] = ("logsumexp_of_positive",) * ("rp" in getattr(loss, "OF_ROWS", ()))
     own = own_keywords(names, *inputs.leaves[:2], dtype=inputs.dtype)
     bias = None if inputs.bias is None else inputs.bias.detach()
     try:

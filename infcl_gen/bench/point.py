@@ -225,7 +225,9 @@ def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtyp
     if "key_weight" in own:
         found["key_weight"] = torch.linspace(0.5, 1, len(k), device=k.device)
     if "negatives" in own:
-        found["negatives"] = k.detach()[behind % len(k)][:, None]
+        others = (q if k is None else k).detach()
+        rows = len(q) // (1 + ("logsumexp_of_positive" in traits["query_statistics"]))  # or the first ones of pairs
+        found["negatives"] = others[behind[:rows] % len(others)][:, None]
     if "query_state" in own:
         found["query_state"] = -behind / len(q)
     if "key_state" in own:

@@ -378,8 +378,28 @@ Both rows of a pair are on one rank. Other labels are refused, or give NaN, as i
 
 A sample whose negatives are all left out has a loss of 0. Thresholds have no gradient.
 A document that occurs twice is as near as the query's own, and counts; the paper leaves it out.
-The paper's hard negatives are not part of this loss. Nor are they rows of the call, each of which has a positive.
+The paper's hard negatives are those of `three_block_hard`.
 [Below](#thresholds) is one of four blocks with a threshold. Another margin is one number there.""",
+)
+
+_of_own = logsumexp_over_negatives(_of_rows, where=1 - _wrong)
+_with_own = _with_kept + softplus(_of_own - _with_kept)
+
+THREE_BLOCK_HARD = LossSpec(
+    name="three_block_hard",
+    formula=mean_over_queries(_with_own + softplus(of_positive(_of_kept) - _with_own) - _right),
+    positives="label",
+    doc="Qwen3 Embedding's contrastive loss with its hard negatives: `three_block` and documents of each query.",
+    source="Zhang et al., arXiv 2506.05176, equation 1",
+    use="""\
+For text embeddings from triplets: a query, its document, and hard negatives that no other query sees.
+All else is as in `three_block`: blocks, thresholds, scale, and which row of a pair is the query.
+A hard negative is left out, too, where its similarity to the query exceeds the pair's by more than 0.1.
+
+A call is `contrastive_loss(torch.cat([queries, documents]), None, scale, negatives=negatives)`.
+`negatives` are (M / 2, H, D), with H at least 1: H documents of each of the M / 2 queries of this rank, in their order.
+With `labels` it is the order in which queries stand in the call. They have gradients, and do not travel.
+Where a query has fewer, pad with twice its own features: their similarity, 2, is above any threshold.""",
 )
 
 DCL = LossSpec(
@@ -582,6 +602,7 @@ BUILTIN_LOSSES: dict[str, LossSpec] = {
         NTXENT,
         FOUR_BLOCK,
         THREE_BLOCK,
+        THREE_BLOCK_HARD,
         DCL,
         DCLW,
         DEBIASED,

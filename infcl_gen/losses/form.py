@@ -454,7 +454,7 @@ def _check_partners(spec: LossSpec, formula: Expr, domain: Domain) -> None:
         return
     inside = [each.args[0] for each in found]
     other = [display(each) for each in inside if not isinstance(each, _SUMS)]
-    own = (language.query_weight, language.next_state, language.logsumexp_over_negatives)
+    own = [language.query_weight, language.next_state, *[language.logsumexp_over_negatives] * (domain == "rectangle")]
     beside = [display(each) if isinstance(each, Expr) else each.__name__ for each in own if formula.has(each)]
     of_rows = any(isinstance(each, language.logsumexp_over_keys) for each in inside)
     refuse(
@@ -715,6 +715,7 @@ def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[
     """The formula with a symbol in its masks for which pairs are above their query's threshold, if there is one."""
     masks = {each: math.prod(each.args[1:], start=ONE) for each in formula.atoms(*_SUMS)}
     steps = sorted(set[Expr]().union(*(mask.atoms(language.step) for mask in masks.values())), key=str)
+    formula = _without_masks_of_negatives(formula, steps, domain)
     if not steps:
         return formula, None
     how = "write step(guide - positive(guide) + margin), or z for guide"
@@ -740,6 +741,18 @@ def _without_thresholds(spec: LossSpec, formula: Expr, domain: Domain) -> tuple[
     where = {each: each.func(each.args[0], mask.xreplace({steps[0]: _IS_ABOVE})) for each, mask in masks.items()}
     formula = formula.xreplace({each: new for each, new in where.items() if each.args[1:]})
     return formula, _Comparison(steps[0], _ABOVE[compared[0]], (slope, margin))
+
+
+def _without_masks_of_negatives(formula: Expr, steps: list[Expr], domain: Domain) -> Expr:
+    """The formula without the masks of pairs' own negatives, which leave out those above the threshold of their pair,
+    where there is one. Raises LossError for other masks."""
+    of_pairs = domain == "triangle" and formula.has(language.of_positive)
+    mask = (1 - steps[0],) if of_pairs and steps else ()
+    own = formula.atoms(language.logsumexp_over_negatives)
+    right = f"where={display(mask[0])}, as in the other log-sum-exps" if mask else "logsumexp_over_negatives(x)"
+    refuse((any(each.args[1:] != mask for each in own), "logsumexp_over_negatives leaves out negatives above the "
+            f"threshold of rows in pairs, beside of_positive, and no others: write {right}"))  # fmt: skip
+    return formula.xreplace({each: each.func(each.args[0]) for each in own})
 
 
 def _excluded(statistics: list[Expr], domain: Domain, compared: _Comparison | None) -> tuple[str, ...]:

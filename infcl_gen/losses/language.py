@@ -303,7 +303,7 @@ def _of_another_row(f: Expr) -> Expr:
 
 logsumexp_over_keys = _opaque("logsumexp_over_keys", _share, nargs=(1, 2))
 logsumexp_over_queries = _opaque("logsumexp_over_queries", _share, nargs=(1, 2))
-logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0)  # its keys are in no pair
+logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0, nargs=(1, 2))  # its keys are in no pair
 positive = _opaque("positive", lambda f, x: is_positive)
 of_positive = _opaque("of_positive", lambda f, r: _of_another_row(f))
 logsumexp_over_all_positives = _opaque("logsumexp_over_all_positives", _share)

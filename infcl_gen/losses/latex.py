@@ -29,6 +29,8 @@ _VECTORS = {
     "key_weight": r"u'_i = \text{the weight of key } i",
     "negatives": r"h_i = \log \sum_l e^{x(q_i \cdot n_{il})}",
 }
+_OF_PAIRS = r"h_i = h_{\ell_i} = \log \sum_l %s e^{x(q_i \cdot n_{il})} \text{ where } i < \ell_i"
+_NEAR = r"\left[q_i \cdot n_{il} \le \theta_i\right]"
 _SCALES = {"query_scale": r"\beta_i", "key_scale": r"\gamma_j"}
 _OF_SCALES = {
     "query_scale": r"q_i \cdot \frac{\partial L}{\partial q_i}, \quad \beta_i = \text{the factor of query } i",
@@ -221,7 +223,11 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     found |= {"query_mean": mean} if of_queries != 0 else {}
     found |= {"key_mean": r"d_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
     following = derivation.form.following.items()
-    vectors = _VECTORS | {keyword: f"{_text(STATES[keyword][1])} = {_text(each)}" for keyword, each in following}
+    near = _NEAR * derivation.traits.thresholds
+    of_pairs = {"negatives": _OF_PAIRS % near} if derivation.traits.partnered else {}
+    vectors = (
+        _VECTORS | of_pairs | {keyword: f"{_text(STATES[keyword][1])} = {_text(each)}" for keyword, each in following}
+    )
     return found | {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 

@@ -281,12 +281,19 @@ def _second_statistic(derivation: Derivation, summed: str) -> dict[str, str]:
     return {"second_statistic": f"r2_i = log {summed}exp({display(derivation.form.multiple * x, _PAIR)})"}
 
 
+def _negatives(derivation: Derivation) -> str:
+    if not derivation.traits.partnered:
+        return "h_i = log sum_l exp(x(q_i . n_il))"
+    near = " and q_i . n_il <= t_i" * derivation.traits.thresholds
+    return f"h_i = h_j = log sum_l exp(x(q_i . n_il)) where j = labels[i], i < j{near}"
+
+
 def _own_statistics(derivation: Derivation) -> dict[str, str]:
     following = derivation.form.following.items()
     vectors = {
         "query_weight": "u_i = the weight of query i",
         "key_weight": "uk_i = the weight of key i",
-        "negatives": "h_i = log sum_l exp(x(q_i . n_il))",
+        "negatives": _negatives(derivation),
         **{
             keyword: "{2} = {0}, which replaces {1}".format(
                 display(each, _PAIR), *(_PAIR[str(symbol)] for symbol in STATES[keyword])
@@ -529,8 +536,9 @@ def _dense(derivation: Derivation) -> str:
     taken += "".join(f", {name}={name}" for name in derivation.of_dense)
     if traits.slabs:
         return _DENSE_OF_PREFIXES.format((_PRODUCTS, _COSINES)[traits.renormalised], taken)
-    own_sum = _OWN_SUM * ("negatives" in derivation.form.vectors)
-    return _DENSE.format("q" if traits.triangle else "k", own_sum, taken)
+    own_sum = (_OWN_SUM, _SUM_OF_PAIRS)[traits.partnered] * ("negatives" in derivation.form.vectors)
+    above = _LEFT_OUT if traits.thresholds else ""
+    return _DENSE.format("q" if traits.triangle else "k", own_sum.replace("{above}", above), taken)
 
 
 _DENSE = """\
@@ -539,6 +547,13 @@ x = logit(z, scale, bias){}
 return loss_of_logits(x{})"""
 _OWN_SUM = """
 h = logit(torch.einsum("id,ild->il", q.to(dtype), negatives.to(q.device, dtype)), scale, bias).logsumexp(1)"""
+_SUM_OF_PAIRS = """
+pairs = [(i, j) for i, j in enumerate(labels.tolist()) if i < j]
+h = torch.empty_like(x[0])
+for (i, j), own in zip(pairs, negatives.to(q.device, dtype)):{above}
+    h[[i, j]] = logit(own @ q[i].to(dtype), scale, bias).logsumexp(0)"""
+_LEFT_OUT = """
+    own = own[(own @ q[i].to(dtype)).detach() <= THRESHOLD[0] * z[i, j].detach() + THRESHOLD[1]]"""
 _DENSE_OF_PREFIXES = """\
 if q.shape[1] != PREFIXES[-1]:
     raise ValueError(f"this loss is over prefixes of {{PREFIXES[-1]}} columns, but features have {{q.shape[1]}}")
@@ -632,6 +647,8 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
     weight = "(M,) floating-point, the weight of each query"
     weight_of_key = "(N,) floating-point, the weight of each key"
     negatives = "(M, H, D) floating-point, H further keys of each query"
+    if derivation.traits.partnered:
+        negatives = "(M / 2, H, D) floating-point, H further rows of each pair, with which its first row is compared"
     state = "(M,) floating-point, the state of each query, which stays as it is"
     state_of_key = "(N,) floating-point, the state of each key, which stays as it is"
     return {
@@ -639,6 +656,7 @@ def _vectors_context(derivation: Derivation) -> dict[str, Any]:
         "weights": "query_weight" in own,
         "weights_of_keys": "key_weight" in own,
         "further_keys": "negatives" in own,
+        "with_negatives": "len(q) // 2" if derivation.traits.partnered else "len(q)",
         "states": "\n".join(
             (_STATE if name in own else _NO_STATE).format(name=name, x=x, symbol=STATES[name][0])
             for name, x in (("query_state", "q"), ("key_state", "k"))

@@ -77,6 +77,7 @@ from infcl_gen.verification.oracle import (
     kept,
     loss_module,
     mean_share,
+    negatives_left_out,
     numbers_of_rows,
     oracle,
     oracle_by_slices,
@@ -522,18 +523,21 @@ class _OfQueries:
                 numbers.append(weight.to(x.dtype))
                 errors.append(self.v * numbers[-1].abs())
         if inputs.negatives is not None:
-            n = inputs.negatives.to(x.dtype)
-            z = torch.einsum("id,ild->il", q, n)
+            n, pairs = inputs.negatives.to(x.dtype), inputs.pairs()
+            rows = q if pairs is None else q[pairs.first]
+            z = torch.einsum("id,ild->il", rows, n)
             own = mathematics.logit(z, scale, bias)
+            own = own.masked_fill(negatives_left_out(mathematics, inputs, inputs.q), -torch.inf)
             h = own.logsumexp(1)
             of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
             self.slope = mathematics.dlogit_dz(z, scale, bias).abs() * of_logit
-            z_sum = (1 + math.sqrt(n.shape[2]) / 4) * torch.einsum("id,ild->il", q.abs(), n.abs())
+            z_sum = (1 + math.sqrt(n.shape[2]) / 4) * torch.einsum("id,ild->il", rows.abs(), n.abs())
             self.own_dx = (self.slope * self.v * z_sum + self.v * (own.abs() + h.abs()[:, None] + 4)).clamp_(max=1.0)
-            self.own_probability = (own - h[:, None]).exp()
+            self.own_probability = (own - h[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
             self.own_mean = (self.own_probability * self.own_dx).sum(1)
-            numbers.append(h)
-            errors.append(self.own_mean + self.v * (h.abs() + 4))
+            dh = self.own_mean + self.v * (h.abs().nan_to_num(0.0, posinf=0.0) + 4)
+            numbers.append(h if pairs is None else h[pairs.of_row])
+            errors.append(dh if pairs is None else dh[pairs.of_row])
         for state in (inputs.query_state, inputs.key_state):
             if state is not None:
                 numbers.append(state.to(x.dtype))
@@ -666,13 +670,17 @@ def _of_negatives(
     mathematics, count = of.mathematics, len(inputs.q)
     q, _, scale, bias = inputs.leaves(torch.float64, torch.float64)
     assert inputs.negatives is not None
-    n = inputs.negatives.to(q.dtype)
+    n, pairs = inputs.negatives.to(q.dtype), inputs.pairs()
     place = -1 - sum(each is not None for each in (inputs.query_state, inputs.key_state))  # states are the last ones
     slope, dslope = of.values[place], of.errors[place]
+    rows = q
+    if pairs is not None:  # both rows have the sum of the pair
+        rows = q[pairs.first]
+        slope, dslope = (each[pairs.first] + each[pairs.other] for each in (slope, dslope))
     g = slope[:, None] * of.own_probability
     dg = g.abs() * (of.own_dx + of.own_mean[:, None] + 4 * of.v) + dslope[:, None] * of.own_probability
     dg += slope.abs()[:, None] * of.smallest + 4 * of.v * g.abs()
-    z = torch.einsum("id,ild->il", q, n)
+    z = torch.einsum("id,ild->il", rows, n)
     one = torch.ones_like(scale)
     by_scale = torch.func.jvp(lambda s: mathematics.logit(z, s, bias), (scale,), (one,))[1].abs()
     by_bias = torch.func.jvp(lambda b: mathematics.logit(z, scale, b), (bias,), (one,))[1].abs()
@@ -680,6 +688,8 @@ def _of_negatives(
     size = torch.einsum("il,ild->id", of.slope * g.abs(), n.abs())
     dq = torch.einsum("il,ild->id", of.slope * dg, n.abs()) + 2 * u * size
     dscale, dbias = (((dg + long_sum * g.abs()) * each).sum() for each in (by_scale, by_bias))
+    if pairs is not None:
+        dq, size = (torch.zeros_like(q).index_add(0, pairs.first, each) for each in (dq, size))
     added = {"dq": dq / count + u * reference.dq.abs(), "dscale": dscale / count, "dbias": dbias / count}
     return added, size / count
 

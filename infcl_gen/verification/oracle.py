@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
+from infcl_gen.runtime.negatives import Pairs, pairs
 from infcl_gen.runtime.selftest import Results as LossAndGrads
 from infcl_gen.runtime.traits import SIDES
 
@@ -61,6 +62,8 @@ class Inputs(NamedTuple):
         )  # fmt: skip
         of_keys = ("k", "key_ids", "key_weight", "key_state", "key_scale", "guide_keys")
         sides = {name: rows for name in of_queries} | {name: keys for name in of_keys}
+        if self.negatives is not None and len(self.negatives) < len(self.q):  # of pairs, which are neighbours
+            sides["negatives"] = slice(rows.start // 2, rows.stop // 2)
         return self._replace(**{
             name: x[side] for name, side in sides.items() if (x := getattr(self, name)) is not None
         })  # fmt: skip
@@ -80,10 +83,18 @@ class Inputs(NamedTuple):
         found = [x.to(scale.dtype) for x in (self.query_weight, self.key_weight) if x is not None]
         if self.negatives is not None:
             dtype = products or scale.dtype
-            z = torch.einsum("id,ild->il", q.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
-            found.append(mathematics.logit(z, scale, bias).logsumexp(1))
+            pairs = self.pairs()
+            rows = q if pairs is None else q[pairs.first]
+            z = torch.einsum("id,ild->il", rows.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
+            x = mathematics.logit(z, scale, bias).masked_fill(negatives_left_out(mathematics, self, q), -torch.inf)
+            found.append(x.logsumexp(1) if pairs is None else x.logsumexp(1)[pairs.of_row])
         found += [x.to(scale.dtype) for x in (self.query_state, self.key_state) if x is not None]
         return tuple(found)
+
+    def pairs(self) -> Pairs | None:
+        """The pairs of rows whose first ones have negatives; None where each query has its own."""
+        own = self.negatives is None or len(self.negatives) == len(self.q)
+        return None if own else pairs(self.positives(), len(self.q), self.q.device)
 
     def prefix(self, columns: int, renormalise: bool = False) -> "Inputs":
         """The inputs with so many first columns of the features, divided by their norms if asked."""
@@ -407,6 +418,19 @@ def _above(mathematics: Any, inputs: Inputs, places: Tensor, q: Tensor, k: Tenso
     rows, own = u[places], v[inputs.positives()[places]]
     found: Tensor = rows @ v.T > (factor * (rows * own).sum(1) + margin)[:, None]
     return found
+
+
+def negatives_left_out(mathematics: Any, inputs: Inputs, q: Tensor) -> Tensor:
+    """Which negatives are above the threshold of their pair, in the widest dtype of a loss; none where queries have
+    their own. q are the rows whose products are similarities."""
+    assert inputs.negatives is not None
+    found = inputs.pairs()
+    if found is None or not hasattr(mathematics, "THRESHOLD"):
+        return torch.zeros(inputs.negatives.shape[:2], dtype=torch.bool, device=q.device)
+    q, (factor, margin) = q.detach().double(), mathematics.THRESHOLD
+    most = factor * (q[found.first] * q[found.other]).sum(1) + margin
+    above: Tensor = torch.einsum("id,ild->il", q[found.first], inputs.negatives.double()) > most[:, None]
+    return above
 
 
 def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str], further: Tensor | None = None) -> Tensor:

@@ -60,8 +60,8 @@ class Case:
 def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Inputs:
     """The input of a case for an imported package."""
     traits = Traits(**module.SPEC["loss"]["traits"])
-    own = (*traits.vectors, *traits.scaled)
-    found = tensors(case, traits.positives, device, traits.ids, traits.triangle, own, traits.guided, traits.mutual)
+    own, alone = (*traits.vectors, *traits.scaled), (traits.ids, traits.triangle)
+    found = tensors(case, traits.positives, device, *alone, own, traits.guided, traits.mutual, traits.partnered)
     if traits.thresholds:
         return apart_from_thresholds(module, found)
     if not traits.weighted:
@@ -74,7 +74,8 @@ def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu"
 
 
 def apart_from_thresholds(module: ModuleType, inputs: Inputs) -> Inputs:
-    """The inputs, or a guide's, with some rows moved until no similarity is within ROUNDINGS of its query's threshold.
+    """The inputs, or a guide's, with some rows moved until no similarity is within ROUNDINGS of its query's threshold,
+    then negatives of pairs.
 
     Raises ValueError where rows stay near after 64 moves.
     """
@@ -86,12 +87,29 @@ def apart_from_thresholds(module: ModuleType, inputs: Inputs) -> Inputs:
         u, v = compared if guided else inputs.scaled(inputs.q, inputs.k, torch.float64)
         near = near_thresholds(loss.THRESHOLD, u, v, inputs.positives())
         if not bool(near.any()):
-            return inputs
+            return _negatives_apart(loss.THRESHOLD, inputs, generator)
         rows = (near.any(1), near.any(0)) if names[1:] else (near.any(1) | near.any(0),)
         inputs = inputs._replace(**{
             name: _moved(x, which, generator) for name, x, which in zip(names, compared, rows, strict=True)
         })  # fmt: skip
     raise ValueError(f"similarities of {len(inputs.q)} queries stay near their thresholds")
+
+
+def _negatives_apart(threshold: tuple[float, float], inputs: Inputs, generator: torch.Generator) -> Inputs:
+    """The inputs, with some negatives of pairs moved until none is within ROUNDINGS of its pair's threshold."""
+    pairs, n = inputs.pairs(), inputs.negatives
+    if pairs is None or n is None:
+        return inputs
+    unit = torch.finfo(torch.promote_types(n.dtype, torch.float32)).eps / 2
+    q, other = (inputs.q.double()[each] for each in (pairs.first, pairs.other))
+    most, size = threshold[0] * (q * other).sum(1) + threshold[1], (q * other).abs().sum(1)
+    for _ in range(64):
+        z, of_each = (torch.einsum("id,ild->il", a, b) for a, b in ((q, n.double()), (q.abs(), n.double().abs())))
+        near = ((z - most[:, None]).abs() <= ROUNDINGS * unit * (of_each + size[:, None])) & (of_each > 0)
+        if not bool(near.any()):
+            return inputs._replace(negatives=n)
+        n = _moved(n.flatten(0, 1), near.flatten(), generator).view_as(n)
+    raise ValueError(f"negatives of {len(n)} pairs stay near their thresholds")
 
 
 def near_thresholds(threshold: tuple[float, float], q: Tensor, k: Tensor | None, positives: Tensor) -> Tensor:
@@ -126,11 +144,12 @@ def tensors(
     vectors: Sequence[str] = (),
     guided: bool = False,
     mutual: bool = False,
+    partnered: bool = False,
 ) -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M.
 
     A loss of one side has at least two rows, and labels for an odd number of them; no row's is itself. Where rows must
-    be pairs their number is even, and labels are those of `neighbours`.
+    be pairs their number is even, and labels are those of `neighbours`. `partnered`: negatives are of pairs.
     """
     if one_sided:
         rows = max(2, case.queries - mutual * (case.queries % 2))
@@ -170,7 +189,8 @@ def tensors(
     q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
     if with_ids and not one_sided:
         ids = _ids(case, generator)
-    given = (labels, *ids, *_vectors(case, q, generator, vectors), *(_guides(case, generator) if guided else ()))
+    numbers = _vectors(case, q, generator, vectors, partnered)
+    given = (labels, *ids, *numbers, *(_guides(case, generator) if guided else ()))
     others = None if one_sided else k
     return Inputs(q, others, case.scale, case.bias, *(None if x is None else x.to(device) for x in given))
 
@@ -180,10 +200,12 @@ def neighbours(rows: int) -> Tensor:
     return torch.arange(rows) ^ 1
 
 
-def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str]) -> tuple[Tensor | None, ...]:
-    """Weights of queries, and of keys, some 0 and some negative; one to three negatives of each, by seed as hard as
-    positives; states about that of a moving average in logarithms, of some -inf; scales of queries and of keys, from
-    1/2 to 2 and of some keys 0."""
+def _vectors(
+    case: Case, q: Tensor, generator: torch.Generator, vectors: Sequence[str], partnered: bool
+) -> tuple[Tensor | None, ...]:
+    """Weights of queries, and of keys, some 0 and some negative; one to three negatives of each, or of each pair, by
+    seed as hard as positives; states about that of a moving average in logarithms, of some -inf; scales of queries and
+    of keys, from 1/2 to 2 and of some keys 0."""
     weight = key_weight = negatives = state = key_state = query_scale = key_scale = None
     if "query_weight" in vectors:
         weight = torch.randn(case.queries, generator=generator)
@@ -192,10 +214,10 @@ def _vectors(case: Case, q: Tensor, generator: torch.Generator, vectors: Sequenc
         key_weight = torch.randn(case.keys, generator=generator)
         key_weight[key_weight.abs() < 0.3] = 0.0
     if "negatives" in vectors:
-        shape = (case.queries, 1 + case.seed % 3, case.dim)
+        shape = (case.queries // (1 + partnered), 1 + case.seed % 3, case.dim)
         negatives = torch.nn.functional.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=2)
         own = torch.nn.functional.normalize(q.to("cpu", torch.float64), dim=1, eps=1e-6)
-        negatives = (negatives + (case.seed // 3 % 2) * own[:, None]).to(DTYPES[case.dtype])
+        negatives = (negatives + (case.seed // 3 % 2) * own[: len(negatives), None]).to(DTYPES[case.dtype])
     if "query_state" in vectors:
         state = torch.randn(case.queries, generator=generator) - case.scale / 2
         state[:: 3 + case.seed % 3] = -torch.inf

@@ -239,6 +239,8 @@ OF_OTHERS = logsumexp_over_keys(scale * NT_XENT, where=1 - is_self)
 NEAR_ROW = step(NT_XENT - positive(NT_XENT) - 0.1)
 OF_FIRST = (1 - is_positive) * is_first
 _of_rows = lambda kept, times=1: logsumexp_over_keys(times * scale * NT_XENT, where=(1 - is_self) * kept)  # noqa: E731
+OF_NEAR = logsumexp_over_negatives(scale * NT_XENT, where=1 - NEAR_ROW)
+OF_KEPT = _of_rows((1 - is_positive) * (1 - NEAR_ROW))
 MARGIN = scale * (z - is_positive / 5)
 NO_MARGIN = (
     "^loss mine: a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
@@ -683,8 +685,23 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         "query_weight has no kernel yet beside of_positive",
     ),
     "partners with negatives": (
-        spec(mean_over_queries(of_positive(OF_OTHERS) + OF_OTHERS - logsumexp_over_negatives(scale * NT_XENT))),
+        spec(
+            mean_over_queries(ROW + softplus(of_positive(COLUMN) - ROW) - logsumexp_over_negatives(X)),
+            positives="diagonal",
+        ),
         "logsumexp_over_negatives has no kernel yet beside of_positive",
+    ),
+    "negatives of partners that have no threshold": (
+        spec(mean_over_queries(of_positive(OF_OTHERS) + OF_OTHERS - OF_NEAR)),
+        r"beside of_positive, and no others: write logsumexp_over_negatives\(x\)$",
+    ),
+    "negatives of partners without their threshold": (
+        spec(mean_over_queries(of_positive(OF_KEPT) + OF_KEPT - logsumexp_over_negatives(scale * NT_XENT))),
+        r"write where=.*, as in the other log-sum-exps$",
+    ),
+    "negatives above a threshold of two sides": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) + logsumexp_over_negatives(X, where=1 - step(z)))),
+        r"beside of_positive, and no others: write logsumexp_over_negatives\(x\)$",
     ),
     "partners alone": (
         spec(mean_over_queries(of_positive(OF_OTHERS) - positive(scale * NT_XENT))),

@@ -81,6 +81,17 @@ EXPECTED = {
         strips=1,
         domain="triangle",
     ),
+    "three_block_hard": Traits(
+        query_statistics=("logsumexp", "logsumexp_of_positive"),
+        key_statistics=NONE,
+        positives="label",
+        combined=True,
+        vectors=("negatives",),
+        held=34,
+        classes=("positive", "above", "second_first"),
+        strips=1,
+        domain="triangle",
+    ),
     "mil_nce": Traits(
         query_statistics=("logsumexp", "logsumexp_of_column"), combined=True, held=26, classes=("positive",)
     ),

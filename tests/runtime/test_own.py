@@ -261,7 +261,7 @@ def test_ranks_must_agree_on_what_they_give(pool: Pool, packages: Packages) -> N
     assert "weighted needs query_weight" in messages[1]
 
 
-SCHEDULE, ENGINE, API = "schedule.py", "_runtime/engine.py", "_runtime/api.py"
+SCHEDULE, ENGINE, API, NEGATIVES = "schedule.py", "_runtime/engine.py", "_runtime/api.py", "_runtime/negatives.py"
 SLOPES = "own.copy_(torch.stack(of_own))"
 BUGS: dict[str, Edit] = {
     "slopes stay numbers": (SCHEDULE, SLOPES, "pass"),
@@ -273,9 +273,9 @@ BUGS: dict[str, Edit] = {
         "saved.of_vectors * 1.0",
     ),
     "negatives are not scaled": (
-        API,
-        "package.loss.logit(z, scale, bias).logsumexp(1)",
-        "package.loss.logit(z, scale.detach(), bias).logsumexp(1)",
+        NEGATIVES,
+        "(q[:, None] * negatives).sum(2), scale, bias)",
+        "(q[:, None] * negatives).sum(2), scale.detach(), bias)",
     ),
     "columns of keys keep their sums": (SCHEDULE, "(of_columns / key_weight)", "of_columns"),
     "positives without their columns": (SCHEDULE, " + key_weight * torch.exp(pc - cp)", ""),
@@ -284,7 +284,7 @@ BUGS: dict[str, Edit] = {
         "for x in (query_weight, key_weight)",
         "for x in (key_weight, query_weight)",
     ),
-    "negatives of the next query": (API, "negatives.to(dtype)).sum(2)", "negatives.roll(1, 0).to(dtype)).sum(2)"),
+    "negatives of the next query": (NEGATIVES, "(q[:, None] * negatives)", "(q[:, None] * negatives.roll(1, 0))"),
 }
 
 

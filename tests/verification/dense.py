@@ -88,7 +88,8 @@ def dense_loss(
         same_id = query_ids[:, None] == key_ids
         return _dense_of_ids(name[-3:], scale * (q @ k.T) + bias, same_id, torch.ones_like(same_id))
     if k is None:
-        return _dense_of_rows(name, q @ q.T, scale, bias, labels)
+        further = None if negatives is None else further_of_pairs(q, negatives, labels)
+        return _dense_of_rows(name, q @ q.T, scale, bias, labels, further)
     if name.startswith("distill"):
         assert guide_queries is not None and guide_keys is not None
         teacher, student = guide_queries.to(q) @ guide_keys.to(q).T, scale * (q @ k.T) + bias
@@ -252,8 +253,22 @@ def _dense_of_ids(form: str, x: Tensor, same_id: Tensor, compared: Tensor) -> Te
     return torch.stack(terms).mean()
 
 
-def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | float, labels: Tensor | None) -> Tensor:
-    """A loss of one side from its similarities (M, M).
+def further_of_pairs(q: Tensor, negatives: Tensor, labels: Tensor | None) -> dict[int, Tensor]:
+    """By the row of each query, which comes before its document, its similarities with its hard negatives."""
+    own = [(i + len(q) // 2) % len(q) for i in range(len(q))] if labels is None else labels.tolist()
+    queries = [i for i, other in enumerate(own) if i < other]
+    return {i: each.to(q) @ q[i] for i, each in zip(queries, negatives, strict=True)}
+
+
+def _dense_of_rows(
+    name: str,
+    z: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    labels: Tensor | None,
+    further: dict[int, Tensor] | None,
+) -> Tensor:
+    """A loss of one side from its similarities (M, M), and those of hard negatives.
 
     "dcl" is equation 6 of arXiv 2110.06848, with a mean, and "dclw" the same with the weights of DCLW: that of a
     positive is 2 - e^(z / 0.5) over the mean of these of all rows. "debiased" is `criterion` of the authors' code of
@@ -285,8 +300,9 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
             of_both, of_queries.masked_fill(itself, -torch.inf), of_both.T, of_documents.masked_fill(itself, -torch.inf)
         )  # fmt: skip
         return (torch.cat(blocks, 1).logsumexp(1) - of_both.diagonal()).mean()
-    if name in ("three_block", "four_block_apart", "of_queries_alone", "near_rows"):
-        return _dense_of_pairs(name, z, x, own)
+    if name in ("three_block", "three_block_hard", "four_block_apart", "of_queries_alone", "near_rows"):
+        hard = {row: (each, scale * each + bias) for row, each in (further or {}).items()}
+        return _dense_of_pairs(name.removesuffix("_hard"), z, x, own, hard)
     if name == "weighed_by_partner":
         wrong = negatives.logsumexp(1) - p
         cost = torch.nn.functional.softplus(wrong, threshold=100)
@@ -326,11 +342,11 @@ def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | f
     return (torch.log(pos + ng) - (p - bias - largest)).mean()
 
 
-def _dense_of_pairs(name: str, z: Tensor, x: Tensor, own: Tensor) -> Tensor:
+def _dense_of_pairs(name: str, z: Tensor, x: Tensor, own: Tensor, hard: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
     """Losses of rows in pairs that leave pairs out, sample by sample, and term by term.
 
-    "three_block" is equation 1 of arXiv 2506.05176 without hard negatives: m of j is 0 where s_ij or its like exceeds
-    the similarity of query i and its document by more than 0.1, and Z has e^x of the pair itself once.
+    "three_block" is equation 1 of arXiv 2506.05176, with hard negatives if there are any: m of j is 0 where s_ij or its
+    like exceeds the similarity of query i and its document by more than 0.1, and Z has e^x of the pair itself once.
     "four_block_apart" has the fourth block, too, with m, and the pair once. "of_queries_alone" has of each query all
     other documents and queries. "near_rows" is NT-Xent of all rows with m of each row, whose margin is 1/8.
     """
@@ -348,6 +364,8 @@ def _dense_of_pairs(name: str, z: Tensor, x: Tensor, own: Tensor) -> Tensor:
                     name, blocks | {(document, j)}
                 )
             total += [x[at] for at in sorted(blocks) if name == "of_queries_alone" or float(z[at].detach()) <= most]
+        for similar, logit in zip(*hard.get(i, ((), ())), strict=True):
+            total += [logit] if float(similar.detach()) <= most else []
         terms.append(torch.stack(total).logsumexp(0) - p)
     return torch.stack(terms).mean()
 

@@ -19,7 +19,7 @@ SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled", "weighted", 
 
 def drawn(name: str, case: Case) -> oracle.Inputs:
     traits = derive(SPECS[name]).traits
-    given = (traits.ids, traits.triangle, traits.vectors, traits.guided, traits.mutual)
+    given = (traits.ids, traits.triangle, traits.vectors, traits.guided, traits.mutual, traits.partnered)
     return tensors(case, traits.positives, "cpu", *given)
 
 

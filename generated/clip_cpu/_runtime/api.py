@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import negatives as of_single
 from . import replay
 from .agreement import OWN_KEYS, announce_rejection
 from .agreement import BatchTooLargeError as BatchTooLargeError
@@ -120,7 +121,8 @@ def _through_negatives(package: Package, call: Call, negatives: Tensor, upstream
     with torch.inference_mode(False), torch.enable_grad():
         # Copies: autograd keeps no tensor of inference mode.
         q, scale, bias = (x.detach().clone().requires_grad_() for x in (call.q, call.scale, call.bias))
-        found = _vectors(package, q, scale, bias, None, None, negatives.detach().clone(), None, None)
+        own = None, None, negatives.detach().clone(), None, None
+        found = _vectors(package, q, scale, bias, call.labels, *own)
         return torch.autograd.grad(found, (q, scale, bias), upstream[None], materialize_grads=True)
 
 
@@ -265,7 +267,7 @@ def accepted(package: Package, call: Call) -> Call:
     scale = _scalar(names[2], scale, package, q)
     bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
     q, k = (x if a is None else scaled(x, a) for x, a in zip((q, k), _scales(package, passed), strict=True))
-    vectors = _vectors(package, q, scale, bias, *passed[:5]) if package.traits.vectors else None
+    vectors = _vectors(package, q, scale, bias, labels, *passed[:5]) if package.traits.vectors else None
     return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, guide_queries, guide_keys, options)
 
 
@@ -427,10 +429,13 @@ def _check_vectors(package: Package, call: Call) -> None:
             continue
         if name in _OF_KEYS and len(call.q) != len(call.k):
             raise ValueError(OWN_KEYS.format(package.loss_name, len(call.k), len(call.q)))
-        if _is_vector(name, x, q):
+        if _is_vector(package, name, x, q):
             continue
         rows = _shape(q)[0]
-        shape = f"({rows}, H, {package.dim}), with H at least 1," if name == "negatives" else f"({rows},)"
+        shape = f"({rows},)"
+        if name == "negatives":
+            of_pairs = " of pairs in the order of their first rows," * package.traits.partnered
+            shape = f"({of_single.shape(package.traits, q)[0]}, H, {package.dim}), with H at least 1,{of_pairs}"
         dtype = "fp32 or fp64" if name in _STATES else "floating-point"
         expected = f"{name} must be a dense {dtype} tensor of shape {shape} on {q.device}"
         if x is None:
@@ -477,11 +482,12 @@ def _is_dense(name: str, x: Tensor) -> bool:
     return dense and (name not in _STATES or x.dtype in (torch.float32, torch.float64))
 
 
-def _is_vector(name: str, x: Any, q: Tensor) -> bool:
+def _is_vector(package: Package, name: str, x: Any, q: Tensor) -> bool:
     if not isinstance(x, Tensor) or not _is_dense(name, x) or (name in _STATES and x.requires_grad):
         return False
     if name == "negatives":
-        return x.device == q.device and x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
+        fits = x.dim() == 3 and x.shape[::2] == of_single.shape(package.traits, q) and x.shape[1] > 0
+        return x.device == q.device and fits
     return x.device == q.device and x.shape == q.shape[:1] and (name not in _STATES or _is_writable(x))
 
 
@@ -490,22 +496,19 @@ def _vectors(
     q: Tensor,
     scale: Tensor,
     bias: Tensor,
+    labels: Tensor | None,
     query_weight: Tensor | None,
     key_weight: Tensor | None,
     negatives: Tensor | None,
     query_state: Tensor | None,
     key_state: Tensor | None,
 ) -> Tensor:
-    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these but states.
-
-    Those of negatives are h_i = log sum_l exp(x_il), of the logits of query i and its own keys. Products are summed
-    element by element: a matrix product might round to bf16 or tf32.
-    """
+    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these but states."""
     dtype = package.schedule.STATISTICS_DTYPE
     found = [x.to(dtype) for x in (query_weight, key_weight) if x is not None]
     if negatives is not None:
-        z = (q.to(dtype)[:, None] * negatives.to(dtype)).sum(2)
-        found.append(package.loss.logit(z, scale, bias).logsumexp(1))
+        given = q.to(dtype), negatives.to(dtype), scale, bias, labels
+        found.append(of_single.log_sums(package.traits, package.loss, *given))
     found += [x.to(dtype) for x in (query_state, key_state) if x is not None]
     return torch.stack(found)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from . import negatives
 from .group import ALONE
 from .launch import INTERPRETED
 from .package import Options, Package
@@ -109,7 +110,8 @@ def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
     state = torch.where(weights < 0.2, -math.inf, -weights)
     weights_of_both = {"query_weight": weights, "key_weight": weights.flip(0)}
     states = {"query_state": state, "key_state": state.flip(0)}
-    found = weights_of_both | {"negatives": torch.stack((q.roll(1, 0), q.flip(1)), 1)} | states
+    further = torch.stack((q.roll(1, 0), q.flip(1)), 1)[: negatives.shape(package.traits, q)[0]]
+    found = weights_of_both | {"negatives": further} | states
     return {name: found[name] for name in package.traits.vectors}
 
 
@@ -259,8 +261,8 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor | None, scale: f
         classes.append(guides[0] @ guides[1].T)
     own = _vectors(package, q.double())
     if "negatives" in own:
-        products = torch.einsum("id,ild->il", q.double(), own["negatives"])
-        own["negatives"] = package.loss.logit(products, *numbers).logsumexp(1)
+        given = q.double(), own["negatives"], *numbers
+        own["negatives"] = negatives.log_sums(package.traits, package.loss, *given)
     taken = inspect.signature(package.loss.loss_of_logits).parameters
     others = {"z": z.detach(), "scale": numbers[0], "bias": numbers[1]}
     rest = {name: each for name, each in others.items() if name in taken}
