@@ -164,6 +164,7 @@ RANKS = [
     ("panel", "siglip_multi_of_rows", "bf16", "gather"),
     ("panel", "four_block", "bf16", "ring"), ("panel", "weighed_by_partner", "fp32", "gather"),
     ("panel", "three_block", "bf16", "ring"), ("panel", "near_rows", "fp32", "gather"),
+    ("panel", "three_block_hard", "bf16", "ring"),
     ("panel", "supcon_in", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "infonce_in", "fp32", "gather"),
     ("panel", "distill", "bf16", "ring"), ("panel", "distill", "fp32", "gather"),
