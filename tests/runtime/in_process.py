@@ -394,13 +394,16 @@ def _found_by_thread(find_group: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @contextlib.contextmanager
 def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """torch fills it in deterministic mode: reading past the valid rows of a buffer then shows in the result."""
+    """torch fills it in deterministic mode: reading past the valid rows of a buffer then shows in the result.
+
+    The mode is set as torch.use_deterministic_algorithms does, which imports Inductor first (2 s of CPU time).
+    """
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         with warnings.catch_warnings():
             # Said once per package, by the first example whose ring is larger than planned.
             warnings.filterwarnings("ignore", message=".*was planned for")
             yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch._C._set_deterministic_algorithms(before, warn_only=False)
