@@ -288,9 +288,9 @@ KILLED = {
 }
 
 
-# The victim had heard from everybody before it stopped, and went on into backward when they had given up: its transfers
-# have no one to go to, and the watchdog ends it.
-LEFT_ALONE = (Failure("sleep", "exchange", 1), Failure("stop", "backward", 0))
+# The victim goes on when the others have given up: its transfers have no one to go to. Either it is told so in the
+# exchange before backward, or the watchdog, which has the same timeout, ends it first.
+LEFT_ALONE = (Failure("sleep", "exchange", 1), Failure("sleep", "forward", 1), Failure("stop", "backward", 0))
 
 
 def renewed(pool: Pool, *groups: tuple[int, ...], worked: str = "") -> list[list[Tensor]]:
