@@ -40,7 +40,8 @@ from infcl_gen.runtime.package import Call, Options
 from infcl_gen.triton_start import start_triton, wait_for_triton
 
 _DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
-_GROUP: Any = getattr(dist, "group", SimpleNamespace(WORLD=None))  # absent from a torch without torch.distributed
+# The process groups there are, as torch keeps them; without that table each call looks for its group.
+_GROUPS: Any = getattr(getattr(dist, "distributed_c10d", None), "_pg_map", "unknown")
 _LOG = logging.getLogger("infcl_gen")
 start_triton("key")  # until the first call there is other work, which leaves cores idle
 _USUAL = Options()  # of calls without options; making one takes 1 us of each
@@ -226,26 +227,19 @@ def _run(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Ten
     """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large.
 
     It is one function: after other work, each that it called in Python would take another 0.5 us or more of each step.
+    The package does not ask again whether a graph is traced.
     """
-    q, options = arguments[0], arguments[-1]
+    if torch.compiler.is_compiling():
+        return _in_graph(loss, memory_budget, arguments)
+    q = arguments[0]
     kind: tuple[Any, ...] | None  # the fields of a `Kind`; None if q is no matrix, or on a device without autocast
     try:
-        device = q.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        text = loss if isinstance(loss, str) else _text(loss)
-        kind = text, memory_budget, q.shape[1], dtype, device
+        device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # the last takes 0.4 us
+        dtype = _autocast_dtype(q, device) if torch._C._is_any_autocast_enabled() else q.dtype
+        kind = loss if isinstance(loss, str) else _text(loss), memory_budget, q.shape[1], dtype, device
     except (AttributeError, IndexError, RuntimeError):
         kind = None
-    if torch.compiler.is_compiling():
-        kind = kind and (*kind[:2], operator.index(kind[2]), *kind[3:])
-        name = _warm_name(_loads, options.group_name, kind) if kind else ""
-        if not name:
-            raise RuntimeError(
-                "there is no package for these features yet: call the loss once outside torch.compile with the "
-                "largest batch"
-            )
-        return _applied(sys.modules[name], arguments)
-    shelf = _alone if _GROUP.WORLD is None else _shelf(find_group(options.group_name))
+    shelf = _shelf(find_group(arguments[-1].group_name)) if _GROUPS else _alone
     try:
         package = shelf.packages.get(kind)
     except TypeError:  # a loss or a budget that cannot be hashed
@@ -253,20 +247,37 @@ def _run(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Ten
     if package is None:
         return _untraced()(kind, arguments)
     try:
-        found: Tensor = package._api.differentiable_loss(package._package, *arguments)
+        found: Tensor = package._api.eager_loss(package._package, arguments)
     except package._api.BatchTooLargeError as error:
         found = _untraced()(kind, arguments, error.queries, error.keys)
     return found
 
 
+def _autocast_dtype(q: Tensor, device: str) -> torch.dtype:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+
+
+def _in_graph(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Tensor:
+    """`_run`, where a graph is traced: by a package that is at hand."""
+    q, name = arguments[0], ""
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):  # as in `_run`
+        dtype = _autocast_dtype(q, q.device.type)
+        text = loss if isinstance(loss, str) else _text(loss)
+        kind = text, memory_budget, operator.index(q.shape[1]), dtype, q.device.type
+        name = _warm_name(_loads, arguments[-1].group_name, kind)
+    if not name:
+        raise RuntimeError(
+            "there is no package for these features yet: call the loss once outside torch.compile with the "
+            "largest batch"
+        )
+    package = sys.modules[name]
+    found: Tensor = package._api.differentiable_loss(package._package, *arguments)
+    return found
+
+
 def _load_and_run(kind: Any, arguments: tuple[Any, ...], queries: int = 0, keys: int = 0) -> Tensor:
     package = _load(kind, arguments[0], arguments[1], arguments[-1], queries, keys)
-    return _applied(package, arguments)
-
-
-def _applied(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
-    """The loss of a `Call`'s arguments by a package."""
-    found: Tensor = package._api.differentiable_loss(package._package, *arguments)
+    found: Tensor = package._api.eager_loss(package._package, arguments)
     return found
 
 

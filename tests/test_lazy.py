@@ -428,7 +428,7 @@ def test_a_budget_that_the_next_power_of_two_exceeds_serves_the_batch() -> None:
 
 def test_a_warm_call_makes_few_calls_beyond_one_through_load() -> None:
     """After other work each costs 0.5 us of host time or more. A call may take 5 us more than one through `load`.
-    Planted: `find_group` where there are no groups."""
+    Planted: `find_group` where there are no groups; a package that asks again whether a graph is traced."""
     q, k = features(8)
     package = infcl_gen.load(batch_size=8, dim=16, dtype="fp32", target="cpu")
 
@@ -449,7 +449,7 @@ def test_a_warm_call_makes_few_calls_beyond_one_through_load() -> None:
         (infcl_gen.contrastive_loss, package.contrastive_loss),
     ):
         beyond = Counter(calls(lazily)) - Counter(calls(loaded))
-        assert 0 < beyond.total() <= 5, beyond
+        assert beyond.total() == 1, beyond
 
 
 def test_modules_are_copied_and_pickled() -> None:

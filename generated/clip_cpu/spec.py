@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f6b91e8b0dca868efeb4ac3a5789e5e6cfb0287b03b16068c44dd15991dc305d",
+    "digest": "7b94bbb50c99be6afdff45ab02303e6578fa922df157892cc626b19422d96ad5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

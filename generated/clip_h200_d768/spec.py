@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "bf2823e620f539e62deff816cf9055904286c18215024cd9a06d6ea6b1f9b669",
+    "digest": "80388e8386b4b62b57b99cec6687686acb38a6c82f766315d1efb96b363da007",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

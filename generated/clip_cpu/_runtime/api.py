@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -82,17 +82,22 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
 
 def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
     """`contrastive_loss` of a `Call`'s arguments."""
-    call = Call(*arguments)
-    states = _states(package, call)
     if not torch.compiler.is_compiling():
-        return differentiable(package, _agreed(package, call), states)
+        return eager_loss(package, arguments)
+    given = Call(*arguments)
     try:
-        call = accepted(package, call)
+        call = accepted(package, given)
     except (TypeError, ValueError) as error:  # raised in a trace, torch's error would name no argument and no remedy
         kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
-        refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
+        refused: Tensor = package.operators.refuse(kind, message, given.options.group_name)
         return refused
-    return differentiable(package, call, states)
+    return differentiable(package, call, _states(package, given))
+
+
+def eager_loss(package: Package, arguments: Sequence[Any]) -> Tensor:
+    """The same, where no graph is traced."""
+    call = Call(*arguments)
+    return differentiable(package, _agreed(package, call), _states(package, call))
 
 
 def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ...]:
