@@ -1,10 +1,12 @@
 """The cache of packages beside other processes that prune it, and where it can only be read."""
 
 import contextlib
+import gc
 import os
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,34 @@ def test_a_package_that_is_used_while_prune_waits_stays(folder: Path, monkeypatc
     monkeypatch.setattr(cache, "lock", lock)
     os.utime(folder, (0, 0))
     assert [entry.folder for entry in cache.prune(30)] == [folder] and not folder.is_dir()
+
+
+def test_the_runtime_of_a_new_package_is_not_compiled_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is an edited one run as it was. Planted: bytecode that Python does not compare with the text."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode"))  # none in the checkout
+    shutil.rmtree(folder)
+    infcl_gen.load(**FLAGS)
+    compiled = list[str]()
+    monkeypatch.setattr(
+        SourceFileLoader, "source_to_code", lambda self, data, path, **_: compiled.append(Path(path).name)
+    )
+    for file in (folder / "_runtime").glob("*.py"):
+        code = SourceFileLoader("again", str(file)).get_code("again")
+        assert code is not None and code.co_consts[0] is not None
+    assert compiled == []
+    (folder / "_runtime" / "api.py").write_text("edited = True\n")
+    SourceFileLoader("again", str(folder / "_runtime" / "api.py")).get_code("again")
+    assert compiled == ["api.py"]
+
+
+def test_no_garbage_is_collected_while_a_package_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that fails it is collected later. Planted: collections that are left off."""
+    shutil.rmtree(folder)
+    collects = list[bool]()
+    monkeypatch.setattr(cache, "write_package", lambda *_: collects.append(gc.isenabled()))
+    with pytest.raises(FileNotFoundError):
+        infcl_gen.load(**FLAGS)
+    assert collects and not any(collects) and gc.isenabled()
