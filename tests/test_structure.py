@@ -184,7 +184,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 23 842 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 23 848 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -202,16 +202,16 @@ def test_the_source_stays_small() -> None:
     expression of costs, and a literal, once,
     35 for small panels in a ring, 12 for tiles that an input has computed again, 20 for what ranks and wrong calls are
     told, 37 for a new problem's package without collections and with bytecode that is at hand;
-    3 490 plan and run training steps, 15 of which remember costs; 1 061 are what users meet first, 11 of which keep
-    calls in graphs apart from others, 50 take a
-    LossSpec itself, 20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a
-    module's wrong arguments where it is made, 26 refuse wrong prefixes and losses of a call, and pairs before there is
-    a plan; 850 make pages.
+    3 490 plan and run training steps, 15 of which remember costs; 1 071 are what users meet first, 11 of which keep
+    calls in graphs apart from others, 10 rehearse pairs' panels off the diagonal, 50 take a LossSpec itself,
+    20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a module's wrong
+    arguments where it is made, 26 refuse wrong prefixes and losses of a call, and pairs before there is a plan;
+    850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 23_842, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_061 and pages <= 850 and step <= 3_490
+    assert rest <= 23_848, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert door <= 1_071 and pages <= 850 and step <= 3_490

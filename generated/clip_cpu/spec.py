@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7b94bbb50c99be6afdff45ab02303e6578fa922df157892cc626b19422d96ad5",
+    "digest": "f64e07fbd59051ce05af51baa1c262c8cbd458e0dbded85b6a0ce893746d26d3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

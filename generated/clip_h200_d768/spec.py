@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "80388e8386b4b62b57b99cec6687686acb38a6c82f766315d1efb96b363da007",
+    "digest": "c80376ac346b478675f66161661d6f089803af1eb451aed194e79718ff4f1820",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

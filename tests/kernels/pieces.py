@@ -136,8 +136,9 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
     """Before its first step a package compiles what that step launches: the same kernels with the same constants."""
     package: Any = module(made)
     schedule, runtime = package._schedule, importlib.import_module(f"{package.__name__}._runtime.warmup")
-    # Of rows that are keys of each other 64 are rehearsed, which lie in one panel, on the diagonal.
-    rows = 256 + 64 if package._package.traits.triangle else 70
+    # Of rows that are keys of each other, and of pairs, 64 are rehearsed, which lie in one panel, on the diagonal.
+    several = package._package.traits.triangle or package._package.traits.pairs
+    rows = 256 + 64 if several else 70
     case = Case(rows, rows, made.dim, made.dtype, 14.3, seed=1)
     inputs = inputs_of(package, case, device)
     one, zero = (torch.tensor(number, device=device) for number in (14.3, 0.0))
@@ -161,13 +162,14 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
     for gradients in sorted(
         {bits & package._package.gradients for bits in (0b1111, 0b1110, 0b1101, 0b1100, 0b0011, 0)}
     ):
-        with mock.patch.object(runtime, "ROWS", 0 if inputs.k is None else runtime.ROWS):
+        with mock.patch.object(runtime, "ROWS", 0 if several else runtime.ROWS):
             noted = runtime.rehearsed(package._package, call, gradients)
         made_launches.clear()
         leaves = [
             x if x is None else x.detach().requires_grad_(bool(gradients >> bit & 1)) for bit, x in enumerate(given)
         ]
-        with mock.patch.object(schedule, "launch", launch):
+        panels = {"launch": launch} | ({"PANEL_ROWS": 64} if several else {})  # of whole tiles
+        with mock.patch.multiple(schedule, **panels):
             loss = package.contrastive_loss(*leaves, labels=labels)
             if gradients:
                 loss.backward()

@@ -57,8 +57,8 @@ def test_cancelling_products() -> None:
     ],
 )
 def test_a_rehearsal_notes_the_launches_of_a_step(interpreted: Interpreter, made: Made) -> None:
-    """Also of a step with fewer gradients. Planted: a rehearsal without backward, of other constants, or of all
-    gradients whatever the call wants."""
+    """Also of a step with fewer gradients. Planted: a rehearsal without backward, of other constants, of all
+    gradients whatever the call wants, or of panels with positives alone."""
     interpreted(pieces.rehearsal, made)
 
 

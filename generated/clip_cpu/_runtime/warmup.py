@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import engine, launch, replay
-from .group import ALONE, Layout
+from .group import ALONE, Layout, find_group
 from .package import ALL, SCALARS, Call, Package
 
 # Rows of a rehearsal. They are divisible by what divides the call's rows, up to the largest tile: kernels are compiled
@@ -58,11 +58,21 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
         loss, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
         if gradients:
             engine.backward(package, sample, saved, torch.ones_like(loss), gradients)
-        if package.traits.triangle and len(call.q) > len(q):
-            engine.sweep_above_diagonal(package, sample, saved)
+        if _leaves_diagonal(package, call, len(q), gradients):
+            engine.sweep_off_diagonal(package, sample, saved, gradients)
         if package.replay:
             package.schedule.copy_inputs(*sample[:4], *(torch.empty_like(x) for x in sample[:4]))
     return launches
+
+
+def _leaves_diagonal(package: Package, call: Call, rehearsed_rows: int, gradients: int) -> bool:
+    """Whether a step has panels without positives, which have other constants, where a rehearsal has none."""
+    schedule, rows, keys = package.schedule, len(call.q), len(call.k)
+    if not package.traits.pairs:
+        return package.traits.triangle and rows > rehearsed_rows
+    names = ("PANEL_ROWS", "PANEL_KEYS") if gradients else ("FORWARD_ROWS", "FORWARD_KEYS")
+    most_rows, most_keys = (getattr(schedule, name) for name in names)
+    return bool(rows > most_rows or keys > most_keys) or find_group(call.options.group_name) is not None
 
 
 def key_functions(module: dict[str, Any]) -> None:

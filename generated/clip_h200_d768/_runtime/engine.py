@@ -804,13 +804,18 @@ def _table(package: Package, layout: Layout, gradients: int, keeps: bool = True)
     return table
 
 
-def sweep_above_diagonal(package: Package, call: Call, saved: Saved) -> None:
-    """Forward and backward of a triangle's panels above the diagonal, which few rows have not, for a rehearsal."""
-    schedule, rows = package.schedule, call.q.shape[0]
-    block = _Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()._replace(first_key=rows)
-    schedule.forward_block(block, schedule.forward_scratch(call.q, rows))
+def sweep_off_diagonal(package: Package, call: Call, saved: Saved, gradients: int) -> None:
+    """Forward and backward of a panel without positives, which few rows have not, for a rehearsal: of a triangle above
+    the diagonal. Forward is left out where backward has the loss."""
+    schedule, rows, wanted = package.schedule, min(call.q.shape[0], call.k.shape[0]), products(gradients)
+    own = _Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()
+    block = own.panel(0, rows, 0, rows)._replace(first_key=rows)
+    if not (gradients and package.traits.at_once):
+        schedule.forward_block(block, schedule.forward_scratch(call.q, rows))
     total = call.q.new_empty((_key_room(package, rows), package.dim), dtype=schedule.STATISTICS_DTYPE)
-    schedule.backward_block(block, total, total, schedule.backward_scratch(rows, rows, call.q.device))
+    dq, dk = total if wanted.of_queries else None, total if wanted.of_keys or package.traits.triangle else None
+    if gradients:
+        schedule.backward_block(block, dq, dk, schedule.backward_scratch(rows, rows, call.q.device))
 
 
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
