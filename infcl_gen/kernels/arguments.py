@@ -71,6 +71,7 @@ IDS = "query_ids key_ids"
 GUIDES = "guide_queries guide_keys"
 GUIDE_STRIDES = "guide_q_row_stride guide_q_depth_stride guide_k_row_stride guide_k_depth_stride"
 FACTORS = "query_factors key_factors query_factors_stride key_factors_stride"
+RADIAL = "prefix_g row_radial key_radial positive_stride radial_rows radial_keys"
 STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 
@@ -87,6 +88,7 @@ class Kernel:
     template: str = ""  # triton/`template`.py.jinja, if it is not the family's
     registers: str = ""  # of a thread, a constant of the file
     replaces: str = ""  # of a variant: the kernel of kernels.py
+    row_blocks: int = 1  # of that kernel, which a program of a variant takes at once
 
 
 def arguments(*given: str | Argument) -> tuple[Argument, ...]:

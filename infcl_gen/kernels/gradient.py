@@ -9,6 +9,7 @@ from infcl_gen.kernels.arguments import (
     GUIDE_STRIDES,
     GUIDES,
     IDS,
+    RADIAL,
     SCALARS,
     STRIDES,
     Argument,
@@ -108,7 +109,7 @@ def beside_prefixes(blocks: Mapping[str, Block], architecture: str, choice: Choi
     """The tile, or a part of it where sums or gradients of more prefixes take its registers, or factors, too; on Hopper
     that of the variant, where there is one."""
     if hopper_slabs.here(choice):
-        return hopper_slabs.BLOCK
+        return hopper_slabs.ordinary_block(choice)
     block, many = blocks[architecture], len(choice.slabs) > hopper_slabs.MOST_PREFIXES
     most = choice.traits.renormalised and len(choice.slabs) > MOST_COSINES
     return dataclasses.replace(block, keys=max(16, block.keys // (1 + many + 2 * most)))
@@ -184,8 +185,7 @@ def _of_slabs(choice: Choice, sums: str, sizes: str) -> tuple[Kernel, ...]:
     shared, template, cosines = choice.one_exponential, "slabs_gradient", choice.traits.renormalised
     strides = "slab_stride query_stride" + " key_stride" * choice.both_axes
     of_sums = "slab_stride query_stride" if shared else strides
-    radial = "prefix_g row_radial key_radial positive_stride radial_rows radial_keys"
-    own = f"{places(choice)} {FACTORS} {radial}" * cosines
+    own = f"{places(choice)} {FACTORS} {RADIAL}" * cosines
     masked = "MASKED " * cosines
     gradient = arguments(
         Q, K, SCALARS, sums, "g", "flags" * shared, sizes, of_sums, own, STRIDES, f"{masked}DESCRIPTORS WIDEN"

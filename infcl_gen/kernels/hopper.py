@@ -1,5 +1,7 @@
 """forward_hopper, gradient_hopper: what `forward` and `gradient` compute, for Hopper GPUs, in Gluon."""
 
+import functools
+
 from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, arguments
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family
@@ -23,10 +25,10 @@ def runs(choice: Choice) -> bool:
     return choice.arch == ARCH and panels
 
 
-def has_tiles(choice: Choice) -> bool:
+def has_tiles(choice: Choice, tile: tuple[int, int] = TILE) -> bool:
     """Whether the ordinary forward and gradient have the tiles of these kernels."""
     blocks = (choice.blocks[name] for name in ("forward", "gradient") if name in choice.blocks)
-    return all((block.rows, block.keys) == TILE for block in blocks)
+    return all((block.rows, block.keys) == tile for block in blocks)
 
 
 def stages(choice: Choice) -> int:
@@ -59,17 +61,19 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     return variants(choice, (Q, K, G), "")
 
 
-def variants(choice: Choice, tensors: tuple[Argument, Argument, Argument], strides: str) -> tuple[Kernel, ...]:
-    """The two kernels, of tensors q, k and g. `strides`: what else the gradient takes."""
+def variants(
+    choice: Choice, tensors: tuple[Argument, Argument, Argument], strides: str, factors: str = "", row_blocks: int = 1
+) -> tuple[Kernel, ...]:
+    """The two kernels, of tensors q, k and g. `strides`: what else the gradient takes; `factors`: what both take."""
     q, k, g = tensors
     sums = "reference row_exponent row_sum key_exponent key_sum"
-    forward = arguments(q, k, SCALARS, sums, "flags queries keys strip rows_stride keys_stride MASKED")
+    forward = arguments(q, k, SCALARS, sums, f"flags queries keys strip rows_stride keys_stride {factors} MASKED")
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest"
-    gradient = arguments(q, k, SCALARS, sums, g, f"flags queries keys strip {strides}")
-    return tuple(
-        Kernel(f"{name}_hopper", taken, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", replaces=name)
-        for name, taken in (("forward", forward), ("gradient", gradient))
+    gradient = arguments(q, k, SCALARS, sums, g, f"flags queries keys strip {strides} {factors}")
+    made = functools.partial(
+        Kernel, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", row_blocks=row_blocks
     )
+    return (made("forward_hopper", forward, replaces="forward"), made("gradient_hopper", gradient, replaces="gradient"))
 
 
 FAMILY = Family(

@@ -4,15 +4,23 @@ import itertools
 from typing import Any, NamedTuple
 
 from infcl_gen.kernels import hopper
-from infcl_gen.kernels.arguments import Argument, Kernel
+from infcl_gen.kernels.arguments import FACTORS, RADIAL, Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family
 
 BLOCK = Block(*hopper.TILE, 32, 8, 3)  # of the ordinary kernels, whose tiles a variant has
 DEPTH = 64  # columns of a stage, 128 bytes of a row: copies of 64 bytes take 1.5 times as long
+# Of cosines: 128 x 128 spills 184 to 1 192 bytes a thread of sm_90. A program of the variant takes two, one a group.
+COSINE_BLOCK = Block(hopper.TILE[0] // 2, hopper.TILE[1], 32, 8, 3)
 UNIT = 32  # columns by which prefixes grow
 STAGES = 6  # of 32 KiB each; beside them 35 KiB are left, for tiles of g and what groups tell each other
+COSINE_STAGES = 5  # beside factors of keys and radial sums
 MOST_PREFIXES = 4  # beside whose sums, or g, a thread has registers for a tile of z
+_READ_BEFORE = "The statistics of a tile's rows are read while the tile before goes to memory."
+_READ_BESIDE = """\
+Radial sums go to memory tile by tile, as in kernels.py. g of the shortest prefix waits in the places of tiles of g.
+    The statistics of a tile's rows are read beside the last product of a prefix."""
+_LANES = "gl.convert_layout(lanes, LANES, assert_trivial=True)"
 Q, K, G = (
     Argument(name, "*{operands}", block=(f"{side}_BLOCK[0]", f"{side}_BLOCK[1]"), layout="LAYOUT")
     for name, side in (("q", "Q"), ("k", "K"), ("g_of_slabs", "G"))
@@ -30,15 +38,23 @@ class Walk(NamedTuple):
 
 
 def here(choice: Choice) -> bool:
-    """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns, of
-    products as they are."""
-    of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and choice.one_exponential and not choice.traits.renormalised
+    """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns. Of
+    cosines positives are the diagonal, which few tiles meet."""
+    of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and choice.one_exponential
+    of_slabs = of_slabs and (choice.traits.paired or not choice.traits.renormalised)
     return hopper.runs(choice) and of_slabs and not any(prefix % UNIT for prefix in choice.traits.prefixes[:-1])
+
+
+def ordinary_block(choice: Choice) -> Block:
+    """That of the ordinary kernels."""
+    return COSINE_BLOCK if choice.traits.renormalised else BLOCK
 
 
 def stages(choice: Choice) -> int:
     """Pipeline stages of tiles of queries and keys; 0 where the ordinary kernels stay."""
-    return STAGES if here(choice) and hopper.has_tiles(choice) else 0
+    own = ordinary_block(choice)
+    found = here(choice) and hopper.has_tiles(choice, (own.rows, own.keys))
+    return (COSINE_STAGES if choice.traits.renormalised else STAGES) * found
 
 
 def walks_of(choice: Choice) -> list[list[Walk]]:
@@ -70,11 +86,42 @@ def values(choice: Choice) -> dict[str, Any]:
         for number, stage in enumerate(dict.fromkeys(last))
     ]
     steps = -(-choice.dim // DEPTH)
-    return {"stage_depth": DEPTH, "stages": choice.hopper_stages, "steps": steps, "walks": walks, "ends": ends}
+    return {
+        "stage_depth": DEPTH, "stages": choice.hopper_stages, "steps": steps, "walks": walks, "ends": ends,
+        "first_half": {"name": "first", "start": 0, "tile": 0},
+        "last_half": {"name": "last", "start": 64, "tile": 1},
+        **_of_cosines(choice),
+    }  # fmt: skip
+
+
+def _of_cosines(choice: Choice) -> dict[str, Any]:
+    """How kernels of cosines differ: strips are of smaller blocks, tiles of g may end behind a slab, and registers are
+    left to factors: g of the shortest prefix waits in shared memory, and few sums of columns in each thread."""
+    renormalised, count = choice.traits.renormalised, len(choice.slabs)
+    names = {
+        "strip": ("strip", "strip // 2"),
+        "columns_from": ("key0 + ", ""),
+        "first_keys": ("columns, queries, keys", "columns, queries, keys - key0"),
+        "last_keys": ("columns + 64, queries, keys", "columns, queries, keys - key0 - 64"),
+        "stored_row": ("row0", "stored_row"),
+        "masked": ("", ", MASKED: gl.constexpr"),
+        "and_masked": ("", ", MASKED"),
+        "times_factors": ("", " * column_factors.index(prefix).load(LINE)"),
+        "about_statistics": (_READ_BEFORE, _READ_BESIDE),
+        "g_of_half": ("hopper_g", "hopper_g_and_radial"),
+        "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
+        "summed_lanes": (_LANES, f"folded({_LANES})"),
+    }
+    kept = ["hopper_kept_in_tiles" if renormalised else "hopper_packed", *["hopper_packed"] * (count - 1)]
+    found: dict[str, Any] = {name: texts[renormalised] for name, texts in names.items()}
+    return found | {"kept": kept}
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    return hopper.variants(choice, (Q, K, G), "g_stride slab_stride query_stride")
+    strides, factors = "g_stride slab_stride query_stride", ""
+    if choice.traits.renormalised:
+        factors, strides = FACTORS, f"{strides} first_positive first_key {RADIAL} MASKED"
+    return hopper.variants(choice, (Q, K, G), strides, factors, hopper.TILE[0] // ordinary_block(choice).rows)
 
 
 FAMILY = Family(

@@ -26,6 +26,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     **GOLDEN,
     "hopper": H200,
     "hopper_slabs": {**H200, "dim": 768, "prefixes": "96,192,384,768"},
+    "hopper_slabs of cosines": {**H200, "dim": 768, "prefixes": "96,192,384,768", "renormalise": True},
     "prefixes of one side": {**H200, "loss": "infonce", "dim": 768, "prefixes": "96,192,384,768"},
     "fused": {**H200, "set": ["strategy=fused"]},
     "fused rows": {**H200, "loss": "infonce", "dim": 96, "set": ["strategy=fused"]},

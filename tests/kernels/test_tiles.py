@@ -277,10 +277,12 @@ def test_where_the_kernels_for_hopper_are() -> None:
 
 
 def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
-    """Of two to four prefixes of 2-byte features that descriptors address; all but the last are multiples of 32."""
+    """Of two to four prefixes of 2-byte features that descriptors address; all but the last are multiples of 32. Those
+    of cosines have the diagonal for positives."""
 
-    def stages(*prefixes: int, board: str = "h200", rows: int = 65536, **given: Any) -> int:
-        traits = Traits(slabs=tuple(b - a for a, b in itertools.pairwise((0, *prefixes))))
+    def stages(*prefixes: int, board: str = "h200", rows: int = 65536, cosines: str = "", **given: Any) -> int:
+        slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
+        traits = Traits(slabs=slabs, renormalised=bool(cosines), positives=cosines or "diagonal")
         made_for = dataclasses.replace(special("panel", prefixes[-1]), arch=load_profile(board).arch, traits=traits)
         made_for = dataclasses.replace(made_for, **given)
         blocks = default_blocks(load_profile(board), made_for, rows, rows)
@@ -293,6 +295,12 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
     )
     held = 2 * hopper_slabs.STAGES * hopper_slabs.DEPTH * 256 + 2 * 128 * 128  # features of all stages, tiles of g
     beside = 4 * 128 * (hopper_slabs.MOST_PREFIXES + 1) + 16 * hopper_slabs.STAGES  # shares of keys, ranges, barriers
+    assert held + beside <= load_profile("h200").shared_bytes_per_block
+    of_cosines = stages(96, 192, 384, 768, cosines="diagonal")
+    assert of_cosines == stages(32, 200, cosines="diagonal") == hopper_slabs.COSINE_STAGES
+    assert not stages(96, 768, cosines="label") and not stages(96, 768, cosines="diagonal", rows=1024)
+    held -= 2 * (hopper_slabs.STAGES - of_cosines) * hopper_slabs.DEPTH * 256
+    beside += 4 * 128 * (hopper_slabs.MOST_PREFIXES + 2 * 4)  # factors of keys, sums of the warps of both groups
     assert held + beside <= load_profile("h200").shared_bytes_per_block
 
 

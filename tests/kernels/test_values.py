@@ -73,7 +73,7 @@ def test_extents_that_the_matrix_library_is_slow_or_wrong_at(interpreted: Interp
     interpreted(checks.library_rests, made)
 
 
-@pytest.mark.parametrize("loss", ["clip", "uneven_prefixes"])
+@pytest.mark.parametrize("loss", ["clip", "uneven_prefixes", "uneven_cosines"])
 def test_what_the_kernels_for_hopper_are_given(interpreted: Interpreter, loss: str) -> None:
     interpreted(checks.hopper_arguments, Made("panel", loss, dim=136, rows=8192, small=False))
 
