@@ -92,7 +92,8 @@ class Kernel:
 
 
 def arguments(*given: str | Argument) -> tuple[Argument, ...]:
-    """The arguments in this order; a string holds names of `_NAMES`, separated by blanks.
+    """The arguments in this order, constants behind all others, as `launch` gives them; a string holds names of
+    `_NAMES`, separated by blanks.
 
     Raises ValueError for a name that is not in `_NAMES`.
     """
@@ -104,7 +105,7 @@ def arguments(*given: str | Argument) -> tuple[Argument, ...]:
             raise ValueError(f"{untyped[0]}: no type; add it to _NAMES in kernels/arguments.py, or pass an Argument")
         else:
             found += [_ARGUMENTS[name] for name in each.split()]
-    return tuple(found)
+    return tuple(sorted(found, key=lambda each: each.name.isupper()))
 
 
 def statistics(choice: Choice) -> str:

@@ -153,9 +153,10 @@ def noting() -> Iterator[list[Launch]]:
 def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
     """`kernel[grid](**given)` on the current device, faster from the second launch on.
 
-    Constants have names in capitals; every launch of a kernel gives the same names. The compiled kernel is kept for all
-    arguments that Triton specialises alike: integers by being 1, divisible by 16 or wider than 32 bits; pointers by
-    dtype and alignment to 16 bytes (on ROCm also by the reach of 32-bit offsets).
+    Constants have names in capitals, and are a kernel's last arguments: Triton's launcher goes by the place alone.
+    Every launch of a kernel gives the same names. The compiled kernel is kept for all arguments that Triton specialises
+    alike: integers by being 1, divisible by 16 or wider than 32 bits; pointers by dtype and alignment to 16 bytes (on
+    ROCm also by the reach of 32-bit offsets).
 
     After a wait for the device, a launch takes 14 to 40 us of an H200's host; through Triton's launcher 20 to 67 us.
     """
