@@ -193,8 +193,8 @@ def test_the_source_stays_small() -> None:
     its weights, 97 for what refusals offer, 450 for any number of positives, from the formula on, 220 for factors of
     similarities, 260 for a second sum of each query, 145 for the sum of a row's partner, from the formula to
     the peers of bench, 325 for a guide and 266 for its softmaxes of both sides,
-    479 for prefixes from the flag to the gate, 376 for their cosines, likewise, 191 for their kernels on Hopper,
-    60 of these of cosines,
+    479 for prefixes from the flag to the gate, 376 for their cosines, likewise, 197 for their kernels on Hopper,
+    66 of these of cosines,
     50 for numbers at the planned size, 8 for a NaN that a constant slope does not read,
     29 for the blocks of variants, 163 for hard negatives of pairs, from the formula to the gate,
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,

@@ -53,8 +53,12 @@ EFFICIENCY = {
 BESIDE_Z = {"second": Rational(45, 100), "guide": Rational(73, 100)}
 # What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
 # kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above. Kernels for
-# Hopper are fitted to their share of whole steps, 67.3 ms in 1 GiB: 15.4 and 25.1.
-PREFIX_END = {"forward": 220, "gradient": 405, "hopper forward": 151, "hopper gradient": 345}
+# Hopper are fitted to their share of whole steps, 67.3 ms in 1 GiB: 15.4 and 25.1. Those of cosines, which also scale z
+# and add up g z along both axes, take 52.4 and 76.3 ms, for Hopper 14.7 and 52.0.
+PREFIX_END = {
+    "forward": 220, "gradient": 405, "hopper forward": 151, "hopper gradient": 345,
+    "cosines forward": 1070, "cosines gradient": 1690, "hopper cosines forward": 160, "hopper cosines gradient": 1100,
+}  # fmt: skip
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
 COLUMN_LAUNCHES = 400  # of two sums by id: a dozen for each bit of the number of ids
 SORT_LAUNCHES = 30  # that take the time of two sorts of ids
@@ -211,7 +215,8 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
 def _sweep(v: Choice, kernel: str) -> Expr:
     """The fraction of the peak that "forward" or "gradient" reaches where it fills the board."""
     if v.slabs:
-        return P / (P + PREFIX_END["hopper " * (v.hopper_stages > 0) + kernel] * v.losses)
+        which = "hopper " * (v.hopper_stages > 0) + "cosines " * v.traits.renormalised
+        return P / (P + PREFIX_END[which + kernel] * v.losses)
     few = v.traits.second or v.traits.guided_sides
     beside = BESIDE_Z["second"] if few else BESIDE_Z["guide"] if v.traits.guide else 1
     return EFFICIENCY["hopper " * (v.hopper_stages > 0) + kernel] * beside
