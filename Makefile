@@ -33,7 +33,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-# The nightly tier: what it adds to `test` stands in tests/kernels/tiers.py.
+# The nightly tier: what it adds to `test` stands in tests/tiers.py.
 test-long: $(STAMP)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" --timeout 3600
 

@@ -20,7 +20,7 @@ from unittest import mock
 
 from infcl_gen.files import write_file
 from infcl_gen.processes import Seat, run_ranks
-from tests.kernels.tiers import LONG
+from tests.tiers import LONG
 
 KNOWN = Path(__file__).with_suffix(".json")
 RESOURCES, USED = "resources", "used"  # folders beside Triton's: what was compiled here, and what tests have asked for

@@ -1,7 +1,7 @@
 """Test tiers and hypothesis profiles.
 
 Default: everything that needs no GPU, with the same examples on every run. `-m gpu` (make test-gpu): the GPU suite.
-`HYPOTHESIS_PROFILE=long -m "not gpu"` (make test-long): many more, random examples, and what tests/kernels/tiers.py
+`HYPOTHESIS_PROFILE=long -m "not gpu"` (make test-long): many more, random examples, and what tests/tiers.py
 names.
 """
 
@@ -20,7 +20,7 @@ from tests.forks import Servers
 from tests.imports import quicken
 
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
-hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=25, **_COMMON)
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=12, **_COMMON)
 hypothesis.settings.register_profile("gpu", derandomize=True, database=None, max_examples=100, **_COMMON)
 hypothesis.settings.register_profile("long", max_examples=500, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -40,7 +40,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # would keep a worker busy after the others have ended.
 FIRST = (
     "test_failures.py", "test_bench.py", "test_search.py", "test_verify.py", "test_documents.py", "test_cli.py",
-    "test_training_run.py", "test_rows.py", "test_emission.py", "test_lazy.py",
+    "test_training_run.py", "test_rows.py", "test_emission.py", "test_lazy.py", "test_offload.py", "test_planner.py",
+    "test_live.py", "test_tables.py",
 )  # fmt: skip
 
 

@@ -1,13 +1,14 @@
 """From a problem to text, and to an imported module: hostile text stays text, and the cache heals itself."""
 
 import ast
-import concurrent.futures
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from infcl_gen.errors import InfclError, InputError, LockTimeoutError
 from infcl_gen.files import template_folder
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.processes import Worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = {"batch_size": 256, "dim": 32, "dtype": "fp32", "target": "cpu"}
@@ -176,18 +178,22 @@ def test_damaged_cache_entry_is_generated_again(damage: str, tmp_path: Path) -> 
     assert infcl_gen.load(problem).SPEC["digest"] == read_package(folder).digest
 
 
+def load_small(requests: Any, answer: Callable[..., None]) -> None:
+    """The task of a process."""
+    answer(digest=infcl_gen.load(**{**SMALL, "dim": 48}).SPEC["digest"])
+
+
+@pytest.mark.usefixtures("forked")
 def test_many_processes_load_at_once(tmp_path: Path) -> None:
-    code = f"import infcl_gen; print(infcl_gen.load(**{ {**SMALL, 'dim': 48}!r}).SPEC['digest'])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-
-    def load(_: int) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        return done.stdout
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        assert len(set(pool.map(load, range(3)))) == 1
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    task = "tests.emission.test_emission:load_small"
+    workers = [Worker(task, [], tmp_path / f"log {number}", environment) for number in range(3)]
+    try:
+        found = [worker.answer(120.0) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert found[0] and "digest" in found[0] and found == [found[0]] * 3
     folders = [path for path in (tmp_path / "infcl_gen" / "packages").iterdir() if path.is_dir()]
     assert len(folders) == 1
 

@@ -18,7 +18,7 @@ from infcl_gen.planning.records import read_records
 from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
 from tests.kernels import checks
 from tests.kernels.packages import Made, generated
-from tests.kernels.tiers import examples
+from tests.tiers import examples
 
 pytestmark = pytest.mark.gpu
 RECORDS = Path(__file__).resolve().parents[2] / "tune" / "records"

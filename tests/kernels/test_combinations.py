@@ -22,7 +22,6 @@ from infcl_gen.verification import gate as gates
 from infcl_gen.verification.oracle import LossAndGrads
 from infcl_gen.verification.properties import DTYPES
 from tests.kernels.packages import Made, generated, module
-from tests.kernels.tiers import LONG
 from tests.kernels.worker import Interpreter
 from tests.losses.combinations import (
     COMBINATIONS,
@@ -39,6 +38,7 @@ from tests.losses.combinations import (
     spec_of,
     truth_of,
 )
+from tests.tiers import LONG
 
 DIM = 8
 EXACT = 1e-12

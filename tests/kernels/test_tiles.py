@@ -17,6 +17,7 @@ from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.forward import keeps_keys
 from infcl_gen.kernels.hopper import stages as hopper_stages
 from infcl_gen.runtime.traits import Traits
+from tests.tiers import examples
 
 GPUS = [name for name in profile_names() if load_profile(name).target != "cpu"]
 
@@ -116,6 +117,7 @@ def test_fused_needs_a_small_embedding() -> None:
         default_blocks(load_profile("h200"), choice("fused", "fp32", 128, False))
 
 
+@examples(ci=8, long=500)
 @given(
     st.sampled_from(GPUS),
     st.builds(

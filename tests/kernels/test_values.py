@@ -10,6 +10,7 @@ from infcl_gen.verification.properties import Case
 from tests.kernels import checks
 from tests.kernels.packages import Made
 from tests.kernels.worker import Interpreter
+from tests.tiers import LONG
 
 EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")] + [
     Made("rows", "infonce")
@@ -22,24 +23,31 @@ def named(made: Made) -> str:
     return f"{made.strategy}-{made.loss}-{made.dtype}"
 
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+
+
 @pytest.mark.parametrize("made", EACH, ids=named)
 def test_not_finite_in_not_finite_out(interpreted: Interpreter, made: Made) -> None:
+    """In CI each value in either side of one package of each strategy, NaN and one infinity in all others."""
+    every = LONG or made in (EACH[0], EACH[2], EACH[4], EACH[6])
     for which in ("q", "k"):
-        for value in (math.nan, math.inf, -math.inf):
+        for value in NOT_FINITE if every else (math.nan, math.inf if which == "q" else -math.inf):
             interpreted(checks.not_finite, made, which, value)
     for which in ("scale", "bias"):
-        for value in (math.nan, math.inf, -math.inf):
+        for value in NOT_FINITE if LONG or made == EACH[0] else (math.nan if which == "bias" else math.inf,):
             interpreted(checks.not_finite_scalar, made, which, value)
 
 
 @pytest.mark.parametrize("made", EACH, ids=named)
 def test_the_same_bits_on_every_repeat(interpreted: Interpreter, made: Made) -> None:
-    interpreted(checks.repeatable, made, Case(129, 127, 0, scale=14.3, bias=-1.0, seed=1), 5)
+    interpreted(checks.repeatable, made, Case(100, 91, 0, scale=14.3, bias=-1.0, seed=1), 5 if LONG else 1)
 
 
 @pytest.mark.parametrize("made", CPU, ids=named)
-def test_the_same_bits_on_100_repeats_of_the_cpu_target(made: Made) -> None:
-    checks.repeatable(made, Case(129, 127, 0, scale=14.3, bias=-1.0, seed=1), 100)
+def test_the_same_bits_on_many_repeats_of_the_cpu_target(made: Made) -> None:
+    """100 times one package in CI, the others ten times."""
+    repeats = 100 if LONG or made == CPU[1] else 10
+    checks.repeatable(made, Case(129, 127, 0, scale=14.3, bias=-1.0, seed=1), repeats)
 
 
 @pytest.mark.parametrize("made", EACH, ids=named)

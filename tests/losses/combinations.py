@@ -7,6 +7,7 @@ each option, and takes nothing from the generator. `refusals` is what the langua
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -136,6 +137,7 @@ class Combination:
 # ------------------------------------------------------------------------------------------------ in the language
 
 
+@functools.cache
 def spec_of(one: Combination, name: str) -> LossSpec:
     """Raises LossError for what the language itself refuses."""
     found = similarity("query", "query") if one.form == "triangle" else z

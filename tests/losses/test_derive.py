@@ -58,8 +58,8 @@ from infcl_gen.losses.language import (
 from infcl_gen.losses.printers import c, p, r, x
 from infcl_gen.verification.oracle import dense_numbers, mean_share, numbers_of_rows
 from tests.calls import calls
-from tests.kernels.tiers import examples
 from tests.losses.specs import DERIVABLE, INFONCE_OF, KEPT, X, spec
+from tests.tiers import examples
 from tests.verification.dense import dense_package
 
 
@@ -171,7 +171,7 @@ def derived(
 
 
 @pytest.mark.parametrize("name", sorted(DERIVABLE))
-@examples(ci=10, long=500)
+@examples(ci=5, long=500)
 @hypothesis.given(rows=st.integers(1, 9), scale_value=st.sampled_from([0.01, 1.0, 5.0]), seed=st.integers(0, 99))
 def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_value: float, seed: int) -> None:
     loss = dense_package(DERIVABLE[name]).loss

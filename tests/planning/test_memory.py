@@ -17,8 +17,8 @@ from infcl_gen.planning import Plan, memory
 from infcl_gen.runtime import means, renormalised, scaled
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.properties import DTYPES
-from tests.kernels.tiers import LONG
 from tests.runtime.in_process import Echo
+from tests.tiers import LONG, combined, nightly
 
 WORLDS = (2, 3, 8, 64, 4096, 65536) if LONG else (2, 3, 8, 64, 4096)
 
@@ -29,55 +29,60 @@ def measured_peak_bytes(step: Any) -> int:
     return meter.peak_bytes
 
 
+# Budgets, dtypes of several sizes and further losses of the same buffers, which the nightly tier takes, too.
+OTHER_PEAKS: list[dict[str, Any]] = [
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32"},
+    {"batch_size": 256, "dim": 4096, "dtype": "fp32"},
+    {"batch_size": 64, "dim": 256, "dtype": "fp64"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "siglip"},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip"},
+    {"batch_size": 256, "dim": 1024, "dtype": "fp16", "loss": "siglip"},
+    {"batch_size": 256, "dim": 4096, "dtype": "fp32", "loss": "siglip"},
+    {"batch_size": 64, "dim": 256, "dtype": "fp64", "loss": "siglip"},
+    {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "prefixes": [5, 96]},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "frozen": "query"},
+    {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "frozen": "query"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "ntxent"},
+    {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
+    {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "three_block"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "supcon_out"},
+    {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce_in"},
+    {"batch_size": 1000, "dim": 256, "dtype": "fp32", "loss": "distill"},
+    {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "distill_both"},
+    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "ntxent", "memory_budget": "16MiB"},
+]
+# A package of each kind of buffers: panels, sums of each trait, prefixes, frozen sides, a guide, columns, and budgets.
+PEAKS: list[dict[str, Any]] = [
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16"},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "memory_budget": "12MiB"},
+    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "memory_budget": "24MiB"},
+    {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce"},
+    {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4520kB"},
+    {"batch_size": 256, "dim": 1024, "dtype": "bf16", "set": {"panel_rows": "256", "panel_keys": "64"}},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "memory_budget": "12MiB"},
+    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "siglip", "memory_budget": "26MiB"},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 128, 256], "memory_budget": "16MiB"},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 256], "renormalise": True},
+    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "18MiB"},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dclw"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
+    {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "four_block"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block"},
+    {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "rince"},
+    {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "supcon_in"},
+    {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "infonce_out", "frozen": "key"},
+    {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "gist"},
+    {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "distill_clip"},
+    {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "mil_nce"},
+    {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp32", "loss": "mil_nce_multi"},
+    {"batch_size": 2000, "keys": 3000, "dim": 64, "dtype": "bf16", "loss": "distill"},
+    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
+]
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "memory_budget": "12MiB"},
-        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "memory_budget": "24MiB"},
-        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce"},
-        {"batch_size": 256, "dim": 4096, "dtype": "fp32"},
-        {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4520kB"},
-        {"batch_size": 256, "dim": 1024, "dtype": "bf16", "set": {"panel_rows": "256", "panel_keys": "64"}},
-        {"batch_size": 64, "dim": 256, "dtype": "fp64"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "siglip"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "memory_budget": "12MiB"},
-        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "siglip", "memory_budget": "26MiB"},
-        {"batch_size": 256, "dim": 1024, "dtype": "fp16", "loss": "siglip"},
-        {"batch_size": 256, "dim": 4096, "dtype": "fp32", "loss": "siglip"},
-        {"batch_size": 64, "dim": 256, "dtype": "fp64", "loss": "siglip"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 128, 256], "memory_budget": "16MiB"},
-        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "prefixes": [5, 96]},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 256], "renormalise": True},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "frozen": "query"},
-        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "18MiB"},
-        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "frozen": "query"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "ntxent"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dclw"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "debiased"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "four_block"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "three_block"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "rince"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "supcon_in"},
-        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "supcon_out"},
-        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce_in"},
-        {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "infonce_out", "frozen": "key"},
-        {"batch_size": 1000, "dim": 256, "dtype": "fp32", "loss": "distill"},
-        {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "gist"},
-        {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "distill_clip"},
-        {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "distill_both"},
-        {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "mil_nce"},
-        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp32", "loss": "mil_nce_multi"},
-        {"batch_size": 2000, "keys": 3000, "dim": 64, "dtype": "bf16", "loss": "distill"},
-        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
-        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "ntxent", "memory_budget": "16MiB"},
-    ],
-    ids=lambda flags: "-".join(map(str, flags.values())),
+    "flags", nightly([*PEAKS, *OTHER_PEAKS], PEAKS), ids=lambda flags: "-".join(map(str, flags.values()))
 )
 def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     package = infcl_gen.load(target="cpu", **flags)
@@ -152,14 +157,22 @@ SMALL_PANELS = {"panel_rows": "64", "panel_keys": "64"}
 
 @pytest.mark.parametrize(
     ("loss", "dtype", "keys", "panels"),
-    [
-        ("infonce", "bf16", 512, {"panel_rows": "256"}),
-        ("infonce", "bf16", 3000, {}),
-        ("infonce", "bf16", 16384, {}),
-        ("siglip", "bf16", 3000, {}),
-        ("siglip", "bf16", 3000, SMALL_PANELS),
-        ("siglip", "fp16", 3000, SMALL_PANELS),
-    ],
+    nightly(
+        [
+            ("infonce", "bf16", 512, {"panel_rows": "256"}),
+            ("infonce", "bf16", 3000, {}),
+            ("infonce", "bf16", 16384, {}),
+            ("siglip", "bf16", 3000, {}),
+            ("siglip", "bf16", 3000, SMALL_PANELS),
+            ("siglip", "fp16", 3000, SMALL_PANELS),
+        ],
+        [
+            ("infonce", "bf16", 512, {"panel_rows": "256"}),
+            ("infonce", "bf16", 3000, {}),
+            ("siglip", "bf16", 3000, {}),
+            ("siglip", "bf16", 3000, SMALL_PANELS),
+        ],
+    ),
 )
 def test_unrounded_gradients_under_autocast_take_no_more_than_planned(
     loss: str, dtype: str, keys: int, panels: dict[str, str]
@@ -302,21 +315,25 @@ def test_a_rank_allocates_the_same_in_every_world() -> None:
     assert peaks[0] <= package.SPEC["predicted"]["peak_bytes"]
 
 
-@pytest.mark.parametrize("keeps", ["on", "off"])
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+RINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": "bf16", "set": {}},
+    "small panels": {"dtype": "bf16", "set": {"panel_rows": "64", "panel_keys": "64"}},
+    "fp64": {"dtype": "fp64", "set": {}},
+    "infonce": {"dtype": "fp32", "loss": "infonce", "set": {}},
+}
+# Where the keys of the last hops are kept two, three and more ranks have other buffers.
+RINGS_OF_CI = [
+    *itertools.product(["bf16"], [2, 3, 4], ["on", "off"]),
+    *itertools.product(["small panels", "fp64", "infonce"], [4], ["on", "off"]),
+]
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {"dtype": "bf16", "set": {}},
-        {"dtype": "bf16", "set": {"panel_rows": "64", "panel_keys": "64"}},
-        {"dtype": "fp64", "set": {}},
-        {"dtype": "fp32", "loss": "infonce", "set": {}},
-    ],
-    ids=["bf16", "small panels", "fp64", "infonce"],
+    ("kind", "world", "keeps"), nightly(itertools.product(RINGS, [2, 3, 4, 8], ["on", "off"]), RINGS_OF_CI)
 )
-def test_a_ring_allocates_what_is_planned(flags: dict[str, Any], world: int, keeps: str) -> None:
+def test_a_ring_allocates_what_is_planned(kind: str, world: int, keeps: str) -> None:
     """One rank of the real runtime; what it sends comes back."""
-    rows, dim = 600, 128
+    rows, dim, flags = 600, 128, RINGS[kind]
     flags = flags | {"set": {"transport": "ring", "keeps": keeps} | flags["set"]}
     package = infcl_gen.load(target="cpu", batch_size=rows * world, devices=world, dim=dim, **flags)
     assert package.SPEC["plan"]["schedule"]["keeps"] == (keeps == "on")
@@ -330,15 +347,20 @@ def test_a_ring_allocates_what_is_planned(flags: dict[str, Any], world: int, kee
     assert measured <= predicted + 24 * world <= 1.1 * measured
 
 
-@pytest.mark.parametrize("transport", ["ring", "gather"])
+ANEW = [("ntxent", "bf16", 3), ("ntxent", "fp32", 8), ("mil_nce", "bf16", 3), ("mil_nce_multi", "bf16", 3)]
+
+
 @pytest.mark.parametrize(
-    ("loss", "dtype", "world"),
-    [("ntxent", "bf16", 3), ("ntxent", "fp32", 8), ("mil_nce", "bf16", 3), ("mil_nce_multi", "bf16", 3)],
+    ("of", "transport"),
+    nightly(
+        itertools.product(ANEW, ["ring", "gather"]),
+        [(ANEW[0], "ring"), (ANEW[0], "gather"), (ANEW[2], "ring"), (ANEW[3], "ring"), (ANEW[3], "gather")],
+    ),
 )
-def test_what_goes_out_anew_takes_what_is_planned(transport: str, loss: str, dtype: str, world: int) -> None:
+def test_what_goes_out_anew_takes_what_is_planned(of: tuple[str, str, int], transport: str) -> None:
     """Rows with their statistics of a loss of one side, or renewed statistics of keys: one rank of the real runtime;
     what it sends comes back."""
-    rows, dim = 600, 128
+    (loss, dtype, world), rows, dim = of, 600, 128
     flags: dict[str, Any] = {"batch_size": rows * world, "devices": world, "dim": dim, "set": {"transport": transport}}
     package, generator = infcl_gen.load(target="cpu", loss=loss, dtype=dtype, **flags), torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows, dim, generator=generator).to(DTYPES[dtype]).requires_grad_() for _ in range(2))
@@ -353,12 +375,10 @@ def test_what_goes_out_anew_takes_what_is_planned(transport: str, loss: str, dty
     assert measured <= predicted + 24 * world <= 1.1 * measured
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize(
-    "flags",
-    [{"dtype": "bf16"}, {"dtype": "fp64", "memory_budget": "48MiB"}, {"dtype": "fp32", "loss": "infonce"}],
-    ids=["bf16", "48MiB", "infonce"],
-)
+GATHERS = [{"dtype": "bf16"}, {"dtype": "fp64", "memory_budget": "48MiB"}, {"dtype": "fp32", "loss": "infonce"}]
+
+
+@pytest.mark.parametrize(("flags", "world"), combined(GATHERS, [2, 3, 8]))
 def test_a_gather_allocates_what_is_planned(flags: dict[str, Any], world: int) -> None:
     """One rank of the real runtime; what it sends comes back."""
     rows, dim = 600, 128

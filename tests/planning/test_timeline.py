@@ -20,6 +20,7 @@ from infcl_gen.planning.timeline import Interval, Timeline, execute, phase_works
 from infcl_gen.runtime.table import TOGETHER_BYTES
 from tests.calls import calls
 from tests.planning.conftest import allowed_error, beside_measured
+from tests.tiers import combined
 
 BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 
@@ -68,14 +69,18 @@ def test_simulated_times_are_near_the_measured(name: str, idle: bool, more: floa
 WORLDS = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 1), (2, 2), (3, 2), (2, 4), (4, 3), (5, 1)]
 
 
-@pytest.mark.parametrize(("nodes", "each"), WORLDS)
-@pytest.mark.parametrize(
-    "rates",
-    [{}, {"link_gbs": 3.0, "node_link_gbs": 1.0}, {"links_per_node": 1}, {"latency_us": 900.0}],
-    ids=["as it is", "slow", "one link", "late"],
-)
-def test_one_rank_stands_for_all(nodes: int, each: int, rates: dict[str, float]) -> None:
+RATES: dict[str, dict[str, float]] = {
+    "as it is": {},
+    "slow": {"link_gbs": 3.0, "node_link_gbs": 1.0},
+    "one link": {"links_per_node": 1},
+    "late": {"latency_us": 900.0},
+}
+
+
+@pytest.mark.parametrize(("world", "rate"), combined(WORLDS, RATES))
+def test_one_rank_stands_for_all(world: tuple[int, int], rate: str) -> None:
     """Rows of several sizes: bound by the host, by links and by the work."""
+    (nodes, each), rates = world, RATES[rate]
     cluster = links(**rates) | {"nodes": nodes, "devices_per_node": each}
     for rows, loss in itertools.product((96, 4096), ("clip", "infonce")):
         plan, model = case(batch_size=rows * nodes * each, cluster=cluster, loss=loss)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infcl_gen.runtime.package import Saved
-from tests.kernels.tiers import examples
 from tests.planning.tables import gather_table, ring_table
+from tests.tiers import examples
 
 from .in_process import Ring, World, current_rank
 from .test_in_process import LOSSES, MORE_THAN_A_PANEL, Batch, Packages, Results, batches, check_against_reference, step
@@ -94,7 +94,7 @@ def check_calls(package: ModuleType, batches: Sequence[Batch], turns: int) -> No
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@examples(ci=30, long=300)
+@examples(ci=10, long=300)
 @given(data=st.data(), turns=st.integers(0, 2**31))
 def test_calls_of_other_sizes(packages: Packages, loss: str, data: st.DataObject, turns: int) -> None:
     check_calls(packages(loss, batch_size=1024), data.draw(calls(loss)), turns)

@@ -22,6 +22,7 @@ from tests.losses.specs import APART, DERIVABLE
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
 from tests.runtime.test_triangle import DIM, features
+from tests.tiers import combined
 from tests.verification.dense import dense
 
 FACTORS = (1e-3, 3.0, 60.0)  # of a guide's features: its similarities are all alike, apart, or up to some thousands
@@ -67,10 +68,9 @@ def test_it_is_the_formula_by_hand(factor: float, scale: float) -> None:
         as_defined(package(loss=loss), inputs(rows, factor, scale, keys=rows))
 
 
-@pytest.mark.parametrize("loss", ["distill", "distill_apart"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("dtype", "loss"), combined(["bf16", "fp16", "fp32"], ["distill_apart", "distill"]))
 def test_as_accurate_as_the_dtypes_allow(dtype: str, loss: str) -> None:
-    for rows, factor, scale in itertools.product((6, 22), FACTORS, (1e-3, 14.3, 1000.0)):
+    for rows, factor, scale in combined((6, 22), FACTORS, (1e-3, 14.3, 1000.0)):
         module, given = package(dtype, loss), inputs(rows, factor, scale, dtype, rows if loss != "distill" else None)
         judged = gate(module.loss_and_grads(*given[:4], **given.given), truth_of(module, given))
         assert not failures(judged), failures(judged)
@@ -146,7 +146,7 @@ def test_what_is_not_finite_stays_so(which: str) -> None:
 @pytest.mark.parametrize(("transport", "keeps"), [("ring", False), ("ring", True), ("gather", False)])
 def test_over_ranks(transport: str, keeps: bool) -> None:
     """Uneven and empty ranks: the average of their results is the formula by hand; autograd has the same gradient."""
-    for shards, loss in itertools.product(SHARDS, ("distill", "distill_apart")):
+    for shards, loss in combined(SHARDS, ("distill", "distill_apart")):
         over_ranks(package(loss=loss), transport, keeps, shards)
 
 

@@ -21,6 +21,7 @@ from tests.runtime.conftest import Edit, copy_with
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_partners import SHARDS, neighbours
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
+from tests.tiers import combined
 from tests.verification.dense import dense, dense_loss
 
 LOSS = "three_block_hard"
@@ -67,7 +68,7 @@ def test_it_is_the_formula_by_hand(scale: float) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_as_accurate_as_the_dtypes_allow(dtype: str) -> None:
     module = package(dtype)
-    for seed, (structure, scale) in enumerate(itertools.product(FEATURES, (1e-3, 14.3, 100.0))):
+    for seed, (structure, scale) in enumerate(combined(FEATURES, (1e-3, 14.3, 100.0))):
         inputs = inputs_of(module, Case(22, 22, DIM, dtype, scale, -1.0, structure, seed=seed))
         judged = gate(module.loss_and_grads(*inputs[:4], **inputs.given), truth_of(module, inputs))
         assert not failures(judged), failures(judged)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.tiers import LONG
 from tests.planning.tables import ring_table
+from tests.tiers import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES, RANK = (512, 1237) if LONG else (128, 309)  # of 8 devices each

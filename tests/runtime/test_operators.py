@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.emission import import_package
 from tests.kernels.planted import Edit
+from tests.tiers import LONG
 
 Packages = Callable[..., ModuleType]
 OPS = "_runtime/ops.py"
@@ -65,7 +66,13 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
         assert not any(rounded), "gradients of wider features are not rounded to the package's dtype in between"
 
 
-def operators_are_well_formed(package: ModuleType) -> None:
+WIDE, NARROW = (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)
+# 0: called under no_grad, nothing is kept; then both sides, and one of them is frozen.
+WANTED = [(WIDE, 0), (WIDE, 0b1111), (WIDE, 0b1101), (NARROW, 0), (NARROW, 0b1111), (NARROW, 0b0110)]
+WANTED_OF_CI = WANTED if LONG else [(WIDE, 0b1101), (NARROW, 0b1111)]  # of losses beside clip
+
+
+def operators_are_well_formed(package: ModuleType, cases: list[tuple[tuple[torch.dtype, ...], int]] = WANTED) -> None:
     """All of torch's own checks: schema, shapes of fake tensors, registration, and dispatch through AOTAutograd with
     symbolic sizes. Features are wider than the package, as before autocast; each gradient has the dtype of its own."""
     operators, traits = package.ContrastiveLoss._package.operators, package.ContrastiveLoss._package.traits
@@ -74,17 +81,15 @@ def operators_are_well_formed(package: ModuleType) -> None:
     of_pairs += tuple(x.detach() for x in drawn(torch.bfloat16, torch.bfloat16)[:2]) if traits.guide else (None, None)
     options = ("", "mean", "mean", "first", "given" if labelled else "none")
     bias = torch.tensor(0.0, requires_grad=True)
-    for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+    for dtypes, gradients in cases:
         call = (*drawn(*dtypes), bias)
-        # 0: called under no_grad, nothing is kept; then both sides, and one of them is frozen.
-        for gradients in (0, 0b1111, 0b0110 if dtypes[0] == dtypes[1] else 0b1101):
-            wanted = [x.detach().requires_grad_(bool(gradients >> bit & 1)) for bit, x in enumerate(call)]
-            torch.library.opcheck(operators.forward, (*wanted, *of_pairs, *options, gradients))
-            with torch.no_grad():
-                loss, *saved = operators.forward(*call, *of_pairs, *options, gradients)
-                arguments = (torch.ones_like(loss), *(x.detach() for x in call), *of_pairs, *saved, *options)
-            if gradients:
-                torch.library.opcheck(operators.backward, (*arguments, gradients))
+        wanted = [x.detach().requires_grad_(bool(gradients >> bit & 1)) for bit, x in enumerate(call)]
+        torch.library.opcheck(operators.forward, (*wanted, *of_pairs, *options, gradients))
+        with torch.no_grad():
+            loss, *saved = operators.forward(*call, *of_pairs, *options, gradients)
+            arguments = (torch.ones_like(loss), *(x.detach() for x in call), *of_pairs, *saved, *options)
+        if gradients:
+            torch.library.opcheck(operators.backward, (*arguments, gradients))
     # The other checks of `refuse` call it, and it does nothing but raise.
     torch.library.opcheck(operators.refuse, ("ValueError", "wrong", ""), test_utils="test_autograd_registration")
 
@@ -131,7 +136,7 @@ def test_operators(packages: Packages, check: str) -> None:
 
 @pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids", "distill", "gist"])
 def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss: str) -> None:
-    operators_are_well_formed(packages(loss, dtype="bf16"))
+    operators_are_well_formed(packages(loss, dtype="bf16"), WANTED_OF_CI)
 
 
 @pytest.mark.parametrize("bug", BUGS)

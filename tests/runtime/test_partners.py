@@ -24,6 +24,7 @@ from infcl_gen.verification.properties import apart_from_thresholds, neighbours,
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
+from tests.tiers import combined
 from tests.verification.dense import dense
 
 LOSSES = ("four_block", "weighed_by_partner", "three_block", "four_block_apart", "of_queries_alone", "near_rows")
@@ -54,10 +55,9 @@ def test_it_is_the_formula_by_hand(loss: str, scale: float) -> None:
         as_defined(package(loss), loss, rows, kind, scale)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "dtype"), combined(LOSSES, ["bf16", "fp32"]))
 def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
-    for rows, scale in itertools.product((2, 6, 22), (1e-3, 14.3, 1000.0)):
+    for rows, scale in combined((2, 6, 22), (1000.0, 1e-3, 14.3)):
         module, labels = package(loss, dtype), labels_of(rows, "pairs")
         inputs = Inputs(features(rows, dtype), None, scale, -1.0, labels)
         if Traits(**module.SPEC["loss"]["traits"]).thresholds:

@@ -18,6 +18,7 @@ from infcl_gen.runtime.table import planned_table
 from infcl_gen.verification.properties import Case, tensors
 from tests.planning.tables import ring_table
 from tests.planning.walk import walk
+from tests.tiers import combined, nightly
 from tests.verification.dense import dense
 
 from . import ring_worker
@@ -83,8 +84,16 @@ SHARDS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "rows"), SHARDS)
-@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
+# Of one loss all worlds; of the others one rank, two with an empty one, a permuted sub-group, four and eight.
+OTHER_SHARDS = [SHARDS[0], SHARDS[3], SHARDS[11], SHARDS[12], SHARDS[14]]
+GLOBAL = [("clip", *world) for world in SHARDS]
+GLOBAL += [(loss, *world) for loss in ("infonce", "siglip") for world in OTHER_SHARDS]
+
+
+@pytest.mark.parametrize(
+    ("loss", "ranks", "rows"),
+    nightly(((loss, *world) for loss in ("clip", "infonce", "siglip") for world in SHARDS), GLOBAL),
+)
 def test_averaged_gradients_are_those_of_the_global_loss(
     pool: Pool, packages: Packages, names: dict[str, str], loss: str, ranks: tuple[int, ...], rows: list[int]
 ) -> None:
@@ -217,10 +226,13 @@ def test_own_labels_with_hard_negatives_behind_the_positives(
     assert_equal(average(results(pool.run("gradients", ranks, how=how, **arguments))), truth)
 
 
-@pytest.mark.parametrize(
-    "package", ["clip", "clip on 2 x 2", "clip gather of 4", "siglip", "siglip on 2 x 2", "siglip gather of 4"]
-)
-@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "no_grad", "traced"])
+HOWS = ["ddp", "compiled", "loss_and_grads", "no_grad", "traced"]
+OF_FOUR = [f"{loss}{way}" for loss in ("clip", "siglip") for way in ("", " on 2 x 2", " gather of 4")]
+# Graphs know what each transport keeps; all else of a call is known before there is one.
+OF_FOUR_IN_CI = [*combined(HOWS, OF_FOUR), ("traced", "clip gather of 4"), ("compiled", "siglip gather of 4")]
+
+
+@pytest.mark.parametrize(("how", "package"), nightly(itertools.product(HOWS, OF_FOUR), OF_FOUR_IN_CI))
 def test_other_ways(pool: Pool, packages: Packages, names: dict[str, str], how: str, package: str) -> None:
     """A graph holds what is kept between forward and backward; nothing, if it was traced without gradients."""
     rows, ranks = [3, 0, 8, 2], (0, 1, 2, 3)

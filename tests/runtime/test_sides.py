@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
+from tests.tiers import combined, nightly
 from tests.verification.dense import dense
 
 LOSSES = (
@@ -63,10 +63,9 @@ def test_it_is_the_formula_by_hand(loss: str, kind: str, scale: float) -> None:
         as_defined(package(loss), loss, rows, kind, scale)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "dtype"), combined(LOSSES, ["bf16", "fp32"]))
 def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
-    for rows, kind, scale in itertools.product((6, 22), ("pairs", "any"), (1e-3, 14.3, 1000.0)):
+    for rows, kind, scale in combined((6, 22), ("pairs", "any"), (1e-3, 14.3, 1000.0)):
         module, inputs = package(loss, dtype), Inputs(features(rows, dtype), None, scale, -1.0, labels_of(rows, kind))
         judged = gate(module.loss_and_grads(*inputs[:4], labels=inputs.labels), truth_of(module, inputs))
         assert not failures(judged), failures(judged)
@@ -146,7 +145,7 @@ def over_ranks(module: ModuleType, loss: str, transport: str, shards: list[int],
 @pytest.mark.parametrize("loss", LOSSES)
 def test_over_ranks(loss: str, transport: str) -> None:
     """Uneven and empty ranks; rows whose positive is on another rank, and is not theirs."""
-    for shards in SHARDS:
+    for shards in nightly(SHARDS, ([6, 0, 10], [1, 1], [1, 2, 3], [3, 0, 1, 2])):
         over_ranks(package(loss), loss, transport, shards, labels_of(sum(shards), "any"))
     over_ranks(package(loss), loss, transport, [6, 4, 2], labels_of(12, "pairs"))
 

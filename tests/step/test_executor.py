@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from infcl_gen.step.executor import Tower, TrainingStep, UnrepeatableError
 from infcl_gen.step.feed import Samples
 from infcl_gen.step.plan import Part, TowerPlan
 from tests.step.models import DIM, Pair, batch, dense, difference, features_of, gradients, model_of, pair, plain
+from tests.tiers import combined, nightly
 
 ROWS = 23
 PLANS = {
@@ -39,8 +41,11 @@ def plans(image: str, text: str) -> list[TowerPlan]:
     return [TowerPlan("image", **PLANS[image]), TowerPlan("text", **PLANS[text])]
 
 
-@pytest.mark.parametrize("text", sorted(PLANS))
-@pytest.mark.parametrize("image", sorted(PLANS))
+EVERY_PAIR = list(itertools.product(sorted(PLANS), repeat=2))
+PAIRS = nightly(EVERY_PAIR, EVERY_PAIR[::3])  # each plan of a tower beside two or three of the other
+
+
+@pytest.mark.parametrize(("image", "text"), PAIRS)
 def test_gradients_are_those_of_one_large_batch(image: str, text: str) -> None:
     module, inputs = pair(), batch(ROWS)
     loss = TrainingStep(plans(image, text), model_of(module))(*inputs)
@@ -87,8 +92,7 @@ class Noise:
 class TestRandomNumbers:
     """Dropout: gradients are those of the same micro-batches with all graphs kept and the same generator state."""
 
-    @pytest.mark.parametrize("text", sorted(PLANS))
-    @pytest.mark.parametrize("image", sorted(PLANS))
+    @pytest.mark.parametrize(("image", "text"), PAIRS)
     def test_a_second_pass_draws_what_the_first_drew(self, image: str, text: str) -> None:
         inputs, plan = batch(ROWS), plans(image, text)
         module, other = pair(dropout=0.3), pair(dropout=0.3)
@@ -181,12 +185,12 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(("place", "moment"), MOMENTS)
+@pytest.mark.parametrize(("moment", "before"), combined(MOMENTS, [False, True]))
 def test_an_interrupt_leaves_gradients_as_they_were(
-    place: str, moment: int, before: bool, monkeypatch: pytest.MonkeyPatch
+    moment: tuple[str, int], before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any micro-batch of any pass, in the loss, and where ranks reduce gradients."""
+    place, number = moment
     module, inputs, calls = pair(dropout=0.2), batch(ROWS), {"forward": 0, "backward": 0, "loss": 0, "reduction": 0}
     if before:
         dense(module.image(inputs[0]), module.text(inputs[1]), module.log_scale.exp()).backward()
@@ -194,7 +198,7 @@ def test_an_interrupt_leaves_gradients_as_they_were(
 
     def happens(what: str) -> None:
         calls[what] += 1
-        if (what, calls[what]) == (place, moment):
+        if (what, calls[what]) == (place, number):
             raise KeyboardInterrupt
 
     def text(x: Tensor) -> Tensor:
@@ -211,7 +215,7 @@ def test_an_interrupt_leaves_gradients_as_they_were(
     reduce = executor.GradientSync.reduce
     monkeypatch.setattr(executor.GradientSync, "reduce", lambda self: [reduce(self), happens("reduction")])
     step = TrainingStep(mixed(), model_of(module, (module.image, text), loss=loss, value=lambda x: x))
-    if (place, moment) in MOMENTS[:5] + MOMENTS[13:17] + MOMENTS[18:]:
+    if moment in MOMENTS[:5] + MOMENTS[13:17] + MOMENTS[18:]:
         with pytest.raises(KeyboardInterrupt):
             step(*inputs)
         assert difference(gradients(module), held) == 0 if held else not gradients(module)

@@ -26,6 +26,7 @@ from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import StepPlan
 from infcl_gen.verification.memory import PeakMeter
 from tests.step.models import Encoder, Pair, batch, dense, difference, gradients, pair, plain
+from tests.tiers import combined
 
 ROWS = 512
 
@@ -51,8 +52,10 @@ def planned(module: Pair, memory: str | int = "2GiB", rows: int = ROWS, **option
     return infcl_gen.plan_step([module.image, module.text], example, memory=memory, **given | options)
 
 
-@pytest.mark.parametrize("treatments", [("cached",), ("checkpointed",), ("kept",), ("cached", "checkpointed", "kept")])
-@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize(
+    ("treatments", "share"),
+    combined([("cached",), ("checkpointed",), ("kept",), ("cached", "checkpointed", "kept")], [1.0, 0.4]),
+)
 def test_the_predicted_peak_bounds_the_measured_one_closely(treatments: tuple[str, ...], share: float) -> None:
     """Within 10 %, whatever is chosen; below the least memory of these treatments nothing is planned."""
     module, first = wide()
@@ -216,8 +219,7 @@ def of_a_small_loss() -> StepPlan:
     )
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (64, 32), (48, 100)])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("split", "sizes"), combined(SPLITS, [(16, 16), (64, 32), (48, 100)]))
 def test_the_account_bounds_the_peak_of_any_mixture(
     split: tuple[tuple[int, int, int], ...], sizes: tuple[int, int]
 ) -> None:
@@ -408,6 +410,7 @@ class TestTowersWithoutValues:
     """Estimates where no GPU is at hand."""
 
     @staticmethod
+    @functools.cache
     def planned(**options: Any) -> StepPlan:
         with FakeTensorMode():
             towers = [Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)]
@@ -415,7 +418,8 @@ class TestTowersWithoutValues:
         return infcl_gen.plan_step(towers, batch(16, dtype=torch.float32), **given | options)
 
     def test_bytes_are_those_that_are_measured(self) -> None:
-        found, measured = self.planned().problem.costs, wide()[1].problem.costs
+        plan = self.planned(device_profile="h200", memory="auto", micro_batch=16)
+        found, measured = plan.problem.costs, wide()[1].problem.costs
         assert found.device == "h200" and found.gradient_bytes == measured.gradient_bytes
         for name in ("kept", "checkpointed"):
             for mine, true in zip(found.towers, measured.towers, strict=True):
@@ -432,7 +436,7 @@ class TestTowersWithoutValues:
 
     def test_such_a_plan_does_not_run(self) -> None:
         with pytest.raises(InputError, match="from a profile or an estimate has no towers"):
-            self.planned(micro_batch=16).step()
+            self.planned(device_profile="h200", memory="auto", micro_batch=16).step()
 
     def test_what_it_needs_is_named(self) -> None:
         with pytest.raises(InputError, match="device_profile: is required for towers without values"):

@@ -31,6 +31,7 @@ from tests.step.models import DIM, batch, dense, difference, features_of, gradie
 from tests.step.test_live import bounds, of_a_small_loss, wide
 from tests.step.test_planner import problem
 from tests.test_cli import run
+from tests.tiers import combined
 
 CPU = torch.device("cpu")
 ROWS = 23
@@ -162,8 +163,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (64, 32), (48, 100)])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("split", "sizes"), combined(SPLITS, [(16, 16), (64, 32), (48, 100)]))
 def test_the_account_bounds_the_peak_of_the_device(split: Any, sizes: tuple[int, int]) -> None:
     """Torch's allocator of the CPU stands for the device; the host's memory is mapped, and not in it."""
     plan = with_offloaded(split, sizes)
@@ -187,8 +187,7 @@ def test_more_micro_batches_take_no_more_of_the_device() -> None:
     assert peak(512) - peak(128) < 384 * DIM * 8 * 2 * 4  # features, their gradients, and products of these
 
 
-@pytest.mark.parametrize("moment", range(1, 13, 2))
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(("moment", "place"), combined(range(1, 13, 2), ["forward", "backward"]))
 def test_an_interrupt_leaves_nothing_behind(place: str, moment: int) -> None:
     """Of 12 passes: gradients are as before, no hook is left, and the same step is exact afterwards."""
     module, inputs, count = pair(), batch(ROWS), 0

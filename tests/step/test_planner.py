@@ -24,9 +24,9 @@ from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts, costs_text, p
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import PlannedLoss, plan_from_costs
 from tests.documents import commands
-from tests.kernels.tiers import examples
 from tests.step.costs import COSTS, FROZEN, IMAGE, MB, SIZES, TEXT, Loss
 from tests.test_cli import run
+from tests.tiers import examples
 
 PROFILES = Path(choosing.__file__).parent / "profiles"
 SMALL = (2, 4, 8)  # micro-batches, where all plans are compared
@@ -36,7 +36,7 @@ def problem(samples: int = 64, memory_mb: int = 500, costs: StepCosts = COSTS, *
     return StepProblem(costs, samples, memory_mb * MB, Loss(), **options)
 
 
-@hypothesis.settings(max_examples=8)
+@examples(5, 50)
 @hypothesis.given(st.integers(4, 8), st.integers(60, 400), st.sampled_from([0, 2 * MB]))
 def test_the_choice_for_two_towers_is_the_best_of_all(samples: int, memory_mb: int, state_bytes: int) -> None:
     towers = tuple(dataclasses.replace(each, state_bytes=state_bytes) for each in (IMAGE, TEXT))
@@ -96,7 +96,7 @@ def tower_costs(draw: st.DrawFn, name: str) -> TowerCosts:
     )  # fmt: skip
 
 
-@examples(5, 50)
+@examples(3, 50)
 @hypothesis.given(st.integers(4, 8), st.floats(0.02, 1.0), tower_costs("image"), tower_costs("text"))
 def test_the_choice_for_two_different_towers_is_within_one_percent(
     samples: int, share: float, image: TowerCosts, text: TowerCosts
@@ -164,7 +164,7 @@ def test_each_treatment_has_the_sizes_that_were_measured_of_it() -> None:
     assert max(sizes["cached"] | sizes.get("kept", set())) <= SIZES[2]
 
 
-@examples(10, 500)
+@examples(5, 500)
 @hypothesis.given(st.integers(1, 300), st.integers(30, 10_000), st.sampled_from(["host", "device"]))
 def test_more_memory_is_never_slower_and_never_exceeded(samples: int, memory_mb: int, inputs: str) -> None:
     times = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infcl_gen.processes import run_ranks
+from tests.tiers import combined, nightly
 
 pytestmark = pytest.mark.usefixtures("forked")
 CASES = [
@@ -20,7 +21,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("wrapper", "rows", "way"), CASES)
+# Each way under a wrapper that treats it in its own way; one rank, two and three; uneven ones and one without rows.
+CASES_OF_CI = [
+    ("ddp", (7, 7), "cached"),
+    ("ddp", (4, 0, 9), "mixture"),
+    ("fsdp", (7,), "cached"),
+    ("fsdp", (8, 8), "mixture"),
+    ("fsdp", (6, 6, 6), "cached"),
+]
+
+
+@pytest.mark.parametrize(("wrapper", "rows", "way"), nightly(CASES, CASES_OF_CI))
 def test_gradients_are_those_of_the_whole_batch(
     wrapper: str, rows: tuple[int, ...], way: str, package_cache: str
 ) -> None:
@@ -54,8 +65,7 @@ def test_uneven_micro_batches_under_fsdp2_are_refused_on_all_ranks(package_cache
     assert all(message in answer["refused"] for answer in run_ranks("tests.step.ranks:step", job, 2, 60.0))
 
 
-@pytest.mark.parametrize("treatments", [["cached"], ["checkpointed"]])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("wrapper", "treatments"), combined(["ddp", "fsdp"], [["checkpointed"], ["cached"]]))
 def test_ranks_of_a_group_draw_their_own_random_numbers(
     wrapper: str, treatments: list[str], package_cache: str
 ) -> None:
@@ -70,10 +80,13 @@ def test_a_scale_and_a_bias_in_no_module_are_averaged_in_the_group(wrapper: str,
         assert max(answer["errors"]) < 1e-12
 
 
-@pytest.mark.parametrize(("failing", "way"), [(0, "cached"), (0, "kept"), (2, "cached"), (2, "kept"), (4, "cached")])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_wrappers_reduce_as_before_behind_an_error(wrapper: str, failing: int, way: str, package_cache: str) -> None:
+FAILING = [(0, "cached"), (0, "kept"), (2, "cached"), (2, "kept"), (4, "cached")]
+
+
+@pytest.mark.parametrize(("failure", "wrapper"), combined(FAILING, ["ddp", "fsdp"]))
+def test_wrappers_reduce_as_before_behind_an_error(failure: tuple[int, str], wrapper: str, package_cache: str) -> None:
     """In the loss, in a first pass and in a second one: the user's own backward is averaged over ranks."""
+    failing, way = failure
     job = {"wrapper": wrapper, "failing": failing, "way": way, "cache": package_cache}
     for answer in run_ranks("tests.step.ranks:after_error", job, 2, 60.0):
         assert answer["error"] < 1e-12

@@ -1,6 +1,7 @@
 """The gate lets through what a correct kernel computes and stops planted bugs, each a bug that a peer has had."""
 
 import dataclasses
+import functools
 import math
 import types
 
@@ -57,11 +58,22 @@ def test_a_correct_computation_passes(loss: str, case: Case) -> None:
 
 def judged(package, inputs: Inputs, result: LossAndGrads) -> set[str]:
     """The quantities that fail the gate."""
-    return {row.quantity for row in gate(result, truth_of(package, inputs)) if not row.passed}
+    return failing(result, truth_of(package, inputs))
+
+
+def failing(result: LossAndGrads, truth: Truth) -> set[str]:
+    return {row.quantity for row in gate(result, truth) if not row.passed}
 
 
 def example(dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: str = "unit", **more) -> Inputs:
     return tensors(Case(rows, rows, more.pop("dim", 64), dtype, scale, features=features, **more))
+
+
+@functools.cache
+def known(dtype: str, rows: int, scale: float) -> tuple[Inputs, LossAndGrads, Truth]:
+    """An input, its right results, and their truth; no test changes them."""
+    inputs = example(dtype, rows, scale)
+    return inputs, by_shares(PACKAGES["clip"], *inputs), truth_of(PACKAGES["clip"], inputs)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -69,32 +81,29 @@ def example(dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
 @pytest.mark.parametrize("quantity", ["dq", "dk", "dscale", "loss"])
 def test_a_wrong_factor_of_the_world_size_fails(dtype: str, scale: float, factor: float, quantity: str) -> None:
-    inputs = example(dtype, scale=scale)
-    right = by_shares(PACKAGES["clip"], *inputs)
+    _, right, truth = known(dtype, 64, scale)
     wrong = right._replace(**{quantity: getattr(right, quantity) * factor})
-    assert judged(PACKAGES["clip"], inputs, wrong) == {quantity}
+    assert failing(wrong, truth) == {quantity}
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("rows", [2, 64, 300])
 def test_a_missed_positive_fails(dtype: str, scale: float, rows: int) -> None:
-    inputs = example(dtype, rows, scale)
-    right = by_shares(PACKAGES["clip"], *inputs)
+    inputs, right, truth = known(dtype, rows, scale)
     dq, last = right.dq.clone(), inputs.k[-1].double() * scale / rows
     dq[-1] = (dq[-1].double() + last).to(dq.dtype)
-    assert judged(PACKAGES["clip"], inputs, right._replace(dq=dq)) == {"dq"}
+    assert failing(right._replace(dq=dq), truth) == {"dq"}
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("quantity", ["dq", "dk"])
 def test_a_lost_row_fails(dtype: str, scale: float, quantity: str) -> None:
-    inputs = example(dtype, 300, scale)
-    right = by_shares(PACKAGES["clip"], *inputs)
+    _, right, truth = known(dtype, 300, scale)
     lost = getattr(right, quantity).clone()
     lost[17] = 0.0
-    assert judged(PACKAGES["clip"], inputs, right._replace(**{quantity: lost})) == {quantity}
+    assert failing(right._replace(**{quantity: lost}), truth) == {quantity}
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

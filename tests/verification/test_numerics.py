@@ -32,6 +32,7 @@ from infcl_gen.verification.properties import (
     nan_misplaced,
 )
 from tests.documents import blocks
+from tests.tiers import LONG, examples
 
 LOSSES = ("clip", "infonce", "siglip", "siglip_multi")
 LARGEST = 300  # rows of the CPU packages: a panel and some more
@@ -71,6 +72,7 @@ def checked(module: types.ModuleType, case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@examples(ci=10, long=500)
 @hypothesis.given(case=cases(DIMS, tuple(DTYPES), st.one_of(st.sampled_from(ROWS), st.integers(1, LARGEST))))
 def test_the_cpu_target(loss: str, case: Case) -> None:
     checked(package(loss, case.dtype, case.dim), case, "cpu")
@@ -153,5 +155,6 @@ def test_the_kernels_under_the_interpreter(tmp_path: Path, strategy: str, loss: 
     problem = make_problem(
         loss=loss, batch_size=130, dim=dim, dtype=dtype, device_profile="h200", settings=(("strategy", strategy),)
     )
-    rows = verify.run("numerics", infcl_gen.generate(problem, tmp_path / "package"), "interpreter", examples=7)
+    examples = 7 if LONG else 3
+    rows = verify.run("numerics", infcl_gen.generate(problem, tmp_path / "package"), "interpreter", examples=examples)
     assert len(rows) == 7 and all(row["passed"] for row in rows), rows

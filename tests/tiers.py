@@ -1,0 +1,68 @@
+"""What CI leaves to the nightly tier (HYPOTHESIS_PROFILE=long): repetitions of a property, and sizes that take long.
+
+A property holds in CI for each template, schedule, kernel, trait of losses and transport. Over further losses, dtypes,
+sizes and ranks the nightly tier repeats it. `nightly` names what CI takes, beside the list of all; of `combined` lists
+CI takes each value at least once, the nightly tier every combination.
+
+Beyond that the nightly tier alone
+- draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
+- runs every ragged size of `panel` and `fused` between guard bands; CI runs every other one of `fused`, those around
+  the edges of tiles of four packages, and four sizes of the others and of the CPU target,
+- compiles every kernel ahead of time (2 minutes); CI those of which tests/compiled.json does not know what they take,
+- judges the legality of all that the tuner proposes; CI judges a tenth,
+- takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
+  and the kernels of four,
+- draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside one fixed ring of 64,
+- plans for 65 536 ranks and measures what one of them allocates (30 s); CI goes up to 4 096. One rank of 4 096 goes
+  through the whole runtime; in CI one of 1 024,
+- compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
+- repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
+- puts NaN and both infinities into every input of each package; CI into those of one package of each strategy, and
+  two of the three into the others,
+- calls rings of kernels again, of the same sizes and of others; CI those of three losses,
+- checks operators under no_grad and with each side frozen for every loss; CI for clip,
+- meets five distributions of rows in every half ring; CI in those of one loss, and one or more for each of the others,
+- draws 500 examples of a property where CI draws 12, and 3 to 7 of what takes seconds,
+- compiles four candidates of the tuner for the target (4 s each), CI three,
+- interrupts tuning runs at twenty random moments (4 s each), CI one run near its middle,
+- trains in fp32 and compares accuracies with the spread of seeds (18 s); in CI 100 steps in fp64, there 300, have the
+  same losses and the same accuracy as whole batches, and single steps are tested in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import hypothesis
+
+from infcl_gen.verification.properties import DIMS
+
+T = TypeVar("T")
+
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+DRAWN_RANKS, DRAWN_NODES = (64, 8) if LONG else (16, 4)
+INTERPRETED_DIMS = DIMS if LONG else tuple(dim for dim in DIMS if dim <= 384)
+
+
+def examples(ci: int, long: int) -> hypothesis.settings:
+    return hypothesis.settings(max_examples=long if LONG else ci)
+
+
+def nightly(values: Iterable[T], ci: Iterable[T]) -> list[T]:
+    """In the nightly tier all values, in CI those that `ci` names."""
+    every, few = list(values), list(ci)
+    unknown = [each for each in few if each not in every]
+    if unknown:
+        raise ValueError(f"CI takes {unknown}, which the nightly tier does not have")
+    return every if LONG else [each for each in every if each in few]
+
+
+def combined(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """In the nightly tier every combination of these lists' values, in CI as many as the longest list has."""
+    every: Sequence[Sequence[Any]] = [list(each) for each in lists]
+    if LONG:
+        return list(itertools.product(*every))
+    return [tuple(each[n % len(each)] for each in every) for n in range(max(map(len, every)))]
