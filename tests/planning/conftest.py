@@ -15,12 +15,12 @@ from infcl_gen.planning.timeline import LEAD_S
 
 
 @functools.cache
-def derivation_of(loss: str, prefixes: tuple[int, ...] = ()) -> Derivation:
-    return derive(over_prefixes(load_loss(loss), prefixes))
+def derivation_of(loss: str, prefixes: tuple[int, ...] = (), renormalise: bool = False) -> Derivation:
+    return derive(over_prefixes(load_loss(loss), prefixes, renormalise))
 
 
 def plan_problem(problem: Problem) -> Plan:
-    return plan(problem, derivation_of(problem.loss, problem.prefixes), resolve_cluster(problem))
+    return plan(problem, derivation_of(problem.loss, problem.prefixes, problem.renormalise), resolve_cluster(problem))
 
 
 def plan_flags(**flags: Any) -> Plan:
