@@ -1,13 +1,13 @@
 """What CI leaves to the nightly tier (HYPOTHESIS_PROFILE=long): repetitions of a property, and sizes that take long.
 
 A property holds in CI for each template, schedule, kernel, trait of losses and transport. Over further losses, dtypes,
-sizes and ranks the nightly tier repeats it. `nightly` names what CI takes, beside the list of all; of `combined` lists
-CI takes each value at least once, the nightly tier every combination.
+sizes and ranks the nightly tier repeats it. `nightly` names what CI takes, beside the list of all. Of `combined` lists
+CI takes each value at least once, of lists `in_pairs` any two values together; the nightly tier all combinations.
 
 Beyond that the nightly tier alone
 - draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
-- runs every ragged size of `panel` and `fused` between guard bands; CI runs every other one of `fused`, those around
-  the edges of tiles of four packages, and four sizes of the others and of the CPU target,
+- runs every ragged size of `panel` and `fused` between guard bands, CI every other one of `fused`,
+- runs thirteen sizes of each other package and every one of the CPU target; CI four, and thirteen of four packages,
 - compiles every kernel ahead of time (2 minutes); CI those of which tests/compiled.json does not know what they take,
 - judges the legality of all that the tuner proposes; CI judges a tenth,
 - takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
@@ -17,16 +17,22 @@ Beyond that the nightly tier alone
   through the whole runtime; in CI one of 1 024,
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
-- puts NaN and both infinities into every input of each package; CI into those of one package of each strategy, and
-  two of the three into the others,
+- puts NaN and both infinities into the features of each package; CI all three into one of each strategy, two into
+  the others,
+- puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and
+  NaN into the bias,
 - calls rings of kernels again, of the same sizes and of others; CI those of three losses,
 - checks operators under no_grad and with each side frozen for every loss; CI for clip,
 - meets five distributions of rows in every half ring; CI in those of one loss, and one or more for each of the others,
-- draws 500 examples of a property where CI draws 12, and 3 to 7 of what takes seconds,
+- draws 50 to 3 000 examples of a property where CI draws 2 to 30,
+- judges eight planned packages under the interpreter by seven examples each, CI by three,
+- runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at three and in one,
+- runs `rows` over one to three ranks in five batches, CI over two and three in one each,
+- generates the golden packages under four further hash seeds, CI under one,
 - compiles four candidates of the tuner for the target (4 s each), CI three,
 - interrupts tuning runs at twenty random moments (4 s each), CI one run near its middle,
-- trains in fp32 and compares accuracies with the spread of seeds (18 s); in CI 100 steps in fp64, there 300, have the
-  same losses and the same accuracy as whole batches, and single steps are tested in fp32.
+- trains in fp32 and compares accuracies with the spread of seeds (18 s); CI tests single steps in fp32,
+- trains for 300 steps in fp64 with the losses and the accuracy of whole batches, CI for 100.
 """
 
 from __future__ import annotations
@@ -66,3 +72,20 @@ def combined(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
     if LONG:
         return list(itertools.product(*every))
     return [tuple(each[n % len(each)] for each in every) for n in range(max(map(len, every)))]
+
+
+def in_pairs(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """In the nightly tier every combination of these lists' values, in CI so many that any two values meet in one."""
+    every = list(itertools.product(*map(list, lists)))
+    if LONG:
+        return every
+    few: list[tuple[Any, ...]] = []
+    apart = set().union(*map(_pairs, every))
+    while apart:
+        few.append(max(every, key=lambda case: len(apart & _pairs(case))))
+        apart -= _pairs(few[-1])
+    return few
+
+
+def _pairs(case: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
+    return set(itertools.combinations(enumerate(case), 2))

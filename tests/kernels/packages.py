@@ -119,7 +119,7 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
         deep = "16" if made.loss.endswith("_prefixes") else wide  # which divides the prefixes
         chosen |= {"forward.depth": deep}
         # Sums over pairs have no such kernel, nor has a guide.
-        if not made.loss.startswith(("siglip", "squares", "pairs")) and made.loss != "distill":
+        if not made.loss.startswith(("siglip", "squares", "pairs", "spectral")) and made.loss != "distill":
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy in ("stash", "rows"):  # the forward's tiles are those of the gradient
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}

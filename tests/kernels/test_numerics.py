@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
 from tests.kernels import checks
 from tests.kernels.packages import FUSED_DIMS, Made
@@ -23,6 +24,7 @@ DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stas
 OVERFLOWING = (  # in fp16
     "rince", "hard", "debiased", "rince_of_rows", "smooth_rince", "hard_negative", "weighed_of_rows", "squared_weights",
     "sogclr", "sogclr_clip", "dclw", "weighed_by_all", "weighed_by_column", "weighed_sides", "mil_nce_multi",
+    "spectral",
 )  # fmt: skip
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
@@ -76,6 +78,8 @@ ACCURATE = [
     *(("panel", loss) for loss in ("smooth", "smooth_rince")),
     *((strategy, "cwcl") for strategy in ("panel", "rows")),
     *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_by_column", "sogclr_clip")),
+    *(("panel", loss) for loss in ("mil_nce", "dcl", "distill_both", "distill_clip", "spectral")),
+    *(("panel", loss) for loss in ("gemini", "three_block_hard")),
 ]
 
 
@@ -87,6 +91,10 @@ def test_as_accurate_as_the_dtypes_allow(
     interpreted: Interpreter, strategy: str, loss: str, data: st.DataObject
 ) -> None:
     interpreted(checks.numerics, data.draw(made(strategy, loss)), data.draw(cases(strategy, loss)))
+
+
+def test_every_loss_of_the_package_has_kernels_that_are_judged() -> None:
+    assert set(BUILTIN_LOSSES) <= {loss for _, loss in ACCURATE}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +200,7 @@ RANKS = [
 
 
 # What travels: keys alone, with statistics, with ids, labels, guides, states or own numbers, over both transports; rows
-# of a triangle, alone and in pairs, with one sum and two, with sums by id, and with thresholds.
+# of a triangle, alone and in pairs, with one sum and two, with sums by id, with thresholds, and with means.
 RANKS_OF_CI = [
     ("panel", "clip", "bf16", "ring"), ("panel", "infonce", "fp16", "gather"), ("panel", "siglip", "bf16", "ring"),
     ("panel", "siglip", "fp32", "gather"), ("panel", "ntxent", "fp32", "gather"), ("panel", "rince", "bf16", "ring"),
@@ -204,9 +212,11 @@ RANKS_OF_CI = [
     ("panel", "three_block_hard", "bf16", "ring"), ("panel", "supcon_out", "fp32", "gather"),
     ("panel", "infonce_out", "bf16", "ring"), ("panel", "distill_clip", "bf16", "gather"),
     ("panel", "distill_apart", "fp32", "ring"), ("panel", "gist", "bf16", "ring"),
+    ("panel", "gist", "fp32", "gather"), ("panel", "mil_nce", "bf16", "ring"),
     ("panel", "weighed_by_column", "fp32", "gather"), ("panel", "mil_nce_multi", "fp32", "ring"),
     ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
-    ("panel", "smooth_clip", "fp32", "gather"), ("rows", "smooth", "bf16", "gather"),
+    ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
+    ("rows", "smooth", "bf16", "gather"),
 ]  # fmt: skip
 # The schedule of calls, which no loss changes: the same sizes again, ranks without rows of all tensors, two ranks.
 CALLS_OF_CI = ("clip", "infonce", "ntxent")

@@ -69,7 +69,7 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
 WIDE, NARROW = (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)
 # 0: called under no_grad, nothing is kept; then both sides, and one of them is frozen.
 WANTED = [(WIDE, 0), (WIDE, 0b1111), (WIDE, 0b1101), (NARROW, 0), (NARROW, 0b1111), (NARROW, 0b0110)]
-WANTED_OF_CI = WANTED if LONG else [(WIDE, 0b1101), (NARROW, 0b1111)]  # of losses beside clip
+WANTED_OF_OTHERS = WANTED if LONG else [(WIDE, 0b1101), (NARROW, 0b1111)]  # of losses beside clip
 
 
 def operators_are_well_formed(package: ModuleType, cases: list[tuple[tuple[torch.dtype, ...], int]] = WANTED) -> None:
@@ -136,7 +136,7 @@ def test_operators(packages: Packages, check: str) -> None:
 
 @pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids", "distill", "gist"])
 def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss: str) -> None:
-    operators_are_well_formed(packages(loss, dtype="bf16"), WANTED_OF_CI)
+    operators_are_well_formed(packages(loss, dtype="bf16"), WANTED_OF_OTHERS)
 
 
 @pytest.mark.parametrize("bug", BUGS)

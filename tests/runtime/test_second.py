@@ -19,7 +19,6 @@ from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_sides import OWN
 from tests.runtime.test_triangle import DIM, features, in_panels
-from tests.tiers import combined
 from tests.verification.dense import dense
 
 LOSSES = ("hard_keys", "squared_weights")
@@ -60,7 +59,7 @@ def test_it_is_the_formula_by_hand(loss: str, scale: float) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
-    for rows, scale in combined((6, 22), SCALES):
+    for rows, scale in itertools.product((6, 22), SCALES):
         module, given = package(loss, dtype), inputs(loss, rows, scale, dtype)
         judged = gate(module.loss_and_grads(*given[:4], **given.given), truth_of(module, given))
         assert not failures(judged), failures(judged)
