@@ -4,7 +4,6 @@ import contextlib
 import gc
 import hashlib
 import importlib.util
-import marshal
 import os
 import shutil
 import sys
@@ -12,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, astuple
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,6 +24,8 @@ from infcl_gen.version import __version__
 
 SOURCE = Path(__file__).resolve().parent.parent
 _importing = threading.RLock()  # a thread must not see a module that another is still executing
+_counting = threading.Lock()
+_uncollected_threads, _thresholds = 0, gc.get_threshold()
 
 
 def load_cached(problem: Problem) -> ModuleType:
@@ -34,56 +34,51 @@ def load_cached(problem: Problem) -> ModuleType:
     Of several processes one generates, the others wait. Raises LockTimeoutError if another holds the lock for too long,
     InputError or InfeasibleError if there is no such package.
     """
-    with _uncollected():
-        folder = cache_folder() / cache_key(problem)
-        if not _intact(folder):
-            with _lock(folder, "generating"):
-                _complete(folder, problem)
-        try:
-            return _used(folder)
-        except (OSError, ToolchainError):
-            if _intact(folder):
-                raise
-        with _lock(folder, "generating"):  # another process has pruned it, and must not do so again
+    folder = cache_folder() / cache_key(problem)
+    if not _intact(folder):
+        with _lock(folder, "generating"):
             _complete(folder, problem)
-            return _used(folder)
+    try:
+        return _used(folder)
+    except (OSError, ToolchainError):
+        if _intact(folder):
+            raise
+    with _lock(folder, "generating"):  # another process has pruned it, and must not do so again
+        _complete(folder, problem)
+        return _used(folder)
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without collections of garbage, each of which walks all of torch and SymPy: 0.4 s of a new problem's 1.5 s."""
-    collects = gc.isenabled()
-    gc.disable()
+    """Without collections of garbage, each of which walks all of torch and SymPy: 0.4 s of a new problem's 1.5 s.
+
+    The process has them again when the last thread is done. `gc.disable` stays the caller's own.
+    """
+    global _uncollected_threads, _thresholds
+    with _counting:
+        _uncollected_threads += 1
+        if _uncollected_threads == 1:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(0)
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
+        with _counting:
+            _uncollected_threads -= 1
+            if not _uncollected_threads and gc.get_threshold()[0] == 0:  # nobody has set others since
+                gc.set_threshold(*_thresholds)
 
 
+@_uncollected()
 def _complete(folder: Path, problem: Problem) -> None:
     if not _intact(folder):
         from infcl_gen.emission.pipeline import build
 
         _remove(folder)  # damaged: no process imports it, for each checks before it imports
         write_package(build(problem), folder)
-        if not sys.dont_write_bytecode:
-            _lend_bytecode(folder)
 
 
-def _lend_bytecode(folder: Path) -> None:
-    """The bytecode of infcl_gen's runtime to its copy in a package, where compiling it again would take 0.2 s.
-
-    Python compares it with the hash of the copy's text, and compiles the text where that differs.
-    """
-    for source in (SOURCE / "runtime").glob("*.py"):
-        loader = SourceFileLoader(f"infcl_gen.runtime.{source.stem}", str(source))
-        checked = importlib.util.MAGIC_NUMBER + (0b11).to_bytes(4, "little")
-        checked += importlib.util.source_hash(source.read_bytes())
-        target = importlib.util.cache_from_source(str(folder / "_runtime" / source.name))
-        loader.set_data(target, checked + marshal.dumps(loader.get_code(loader.name)))  # a folder is no error
-
-
+@_uncollected()
 def _used(folder: Path) -> ModuleType:
     with contextlib.suppress(OSError):  # a cache that can only be read
         os.utime(folder)  # `entries` tells when a package was last used

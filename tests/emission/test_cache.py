@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -75,32 +74,46 @@ def test_a_package_that_is_used_while_prune_waits_stays(folder: Path, monkeypatc
     assert [entry.folder for entry in cache.prune(30)] == [folder] and not folder.is_dir()
 
 
-def test_the_runtime_of_a_new_package_is_not_compiled_again(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor is an edited one run as it was. Planted: bytecode that Python does not compare with the text."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "bytecode"))  # none in the checkout
-    shutil.rmtree(folder)
-    infcl_gen.load(**FLAGS)
-    compiled = list[str]()
-    monkeypatch.setattr(
-        SourceFileLoader, "source_to_code", lambda self, data, path, **_: compiled.append(Path(path).name)
-    )
-    for file in (folder / "_runtime").glob("*.py"):
-        code = SourceFileLoader("again", str(file)).get_code("again")
-        assert code is not None and code.co_consts[0] is not None
-    assert compiled == []
-    (folder / "_runtime" / "api.py").write_text("edited = True\n")
-    SourceFileLoader("again", str(folder / "_runtime" / "api.py")).get_code("again")
-    assert compiled == ["api.py"]
-
-
 def test_no_garbage_is_collected_while_a_package_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that fails it is collected later. Planted: collections that are left off."""
     shutil.rmtree(folder)
-    collects = list[bool]()
-    monkeypatch.setattr(cache, "write_package", lambda *_: collects.append(gc.isenabled()))
+    collects, before = list[int](), gc.get_threshold()
+    monkeypatch.setattr(cache, "write_package", lambda *_: collects.append(gc.get_threshold()[0]))
     with pytest.raises(FileNotFoundError):
         infcl_gen.load(**FLAGS)
-    assert collects and not any(collects) and gc.isenabled()
+    assert set(collects) == {0} and gc.get_threshold() == before
+
+
+def test_garbage_is_collected_while_another_process_makes_the_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take two minutes. Planted: collections that are off around the lock, too."""
+    shutil.rmtree(folder)
+    collects, lock = list[bool](), cache.lock
+
+    def waiting(*arguments: Any) -> contextlib.AbstractContextManager[None]:
+        collects.append(gc.isenabled() and gc.get_threshold()[0] > 0)
+        return lock(*arguments)
+
+    monkeypatch.setattr(cache, "lock", waiting)
+    infcl_gen.load(**FLAGS)
+    assert collects == [True]
+
+
+def test_the_last_of_several_threads_restores_collections() -> None:
+    """And only its own setting. Planted: one that is done sooner does so; a caller's `gc.disable` is undone."""
+    before, first, second = gc.get_threshold(), cache._uncollected(), cache._uncollected()
+    try:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert gc.get_threshold()[0] == 0
+        gc.disable()
+        second.__exit__(None, None, None)
+        assert gc.get_threshold() == before and not gc.isenabled()
+        with cache._uncollected():
+            gc.set_threshold(5)
+        assert gc.get_threshold()[0] == 5
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
