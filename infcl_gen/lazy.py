@@ -40,8 +40,12 @@ from infcl_gen.runtime.package import Call, Options
 from infcl_gen.triton_start import start_triton, wait_for_triton
 
 _DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
-# The process groups there are, as torch keeps them; without that table each call looks for its group.
-_GROUPS: Any = getattr(getattr(dist, "distributed_c10d", None), "_pg_map", "unknown")
+# The process groups there are, as torch's world keeps them; in another world each call looks for its group.
+_C10D: Any = getattr(dist, "distributed_c10d", None)
+_WORLD, _GROUPS = getattr(_C10D, "_world", None), getattr(_C10D, "_pg_map", None)
+if _GROUPS is None or getattr(_WORLD, "pg_map", None) is not _GROUPS:
+    _GROUPS = "unknown"
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _LOG = logging.getLogger("infcl_gen")
 start_triton("key")  # until the first call there is other work, which leaves cores idle
 _USUAL = Options()  # of calls without options; making one takes 1 us of each
@@ -235,11 +239,12 @@ def _run(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Ten
     kind: tuple[Any, ...] | None  # the fields of a `Kind`; None if q is no matrix, or on a device without autocast
     try:
         device = "cuda" if q.is_cuda else "cpu" if q.is_cpu else q.device.type  # the last takes 0.4 us
-        dtype = _autocast_dtype(q, device) if torch._C._is_any_autocast_enabled() else q.dtype
+        dtype = _autocast_dtype(q, device) if _any_autocast() else q.dtype
         kind = loss if isinstance(loss, str) else _text(loss), memory_budget, q.shape[1], dtype, device
     except (AttributeError, IndexError, RuntimeError):
         kind = None
-    shelf = _shelf(find_group(arguments[-1].group_name)) if _GROUPS else _alone
+    apart = _GROUPS or _C10D._world is not _WORLD
+    shelf = _shelf(find_group(arguments[-1].group_name)) if apart else _alone
     try:
         package = shelf.packages.get(kind)
     except TypeError:  # a loss or a budget that cannot be hashed
@@ -259,12 +264,12 @@ def _autocast_dtype(q: Tensor, device: str) -> torch.dtype:
 
 def _in_graph(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Tensor:
     """`_run`, where a graph is traced: by a package that is at hand."""
-    q, name = arguments[0], ""
+    q, kind = arguments[0], None
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):  # as in `_run`
         dtype = _autocast_dtype(q, q.device.type)
         text = loss if isinstance(loss, str) else _text(loss)
         kind = text, memory_budget, operator.index(q.shape[1]), dtype, q.device.type
-        name = _warm_name(_loads, arguments[-1].group_name, kind)
+    name = _warm_name(_loads, arguments[-1].group_name, kind)
     if not name:
         raise RuntimeError(
             "there is no package for these features yet: call the loss once outside torch.compile with the "
@@ -367,7 +372,7 @@ def _budget(memory_budget: str | int) -> int | None:
     return None if memory_budget == "auto" else parse_bytes(memory_budget, "memory_budget")
 
 
-def _warm_name(loads: str, group_name: str, kind: tuple[Any, ...]) -> str:
+def _warm_name(loads: str, group_name: str, kind: tuple[Any, ...] | None) -> str:
     """The module of the package at hand, for a graph that is traced."""
     package = _shelf(find_group(group_name)).packages.get(kind)
     return "" if package is None else package.__name__

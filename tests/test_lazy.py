@@ -1,6 +1,7 @@
 """The loss without sizes: packages are made at the first call, grown for larger batches, and shared by ranks."""
 
 import copy
+import importlib.util
 import io
 import logging
 import os
@@ -11,10 +12,12 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import infcl_gen
 from infcl_gen import LossSpec, lazy, triton_start
@@ -275,6 +278,57 @@ def test_a_warm_loss_is_one_graph_and_a_cold_one_says_what_to_do() -> None:
     explanation = torch._dynamo.explain(step)(q, k)
     assert explanation.graph_count == 1 and explanation.graph_break_count == 0
     torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(q, k), expected)
+
+
+def test_a_traced_graph_says_what_is_wrong_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: errors of groups that are told as a package that is missing."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    criterion = infcl_gen.ContrastiveLoss()
+    criterion.options = criterion.options._replace(group_name="gone")
+    with pytest.raises(RuntimeError, match="'gone' does not exist"):
+        criterion(*features(5), 10.0)
+
+
+def test_groups_are_looked_up_in_torchs_own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each call of a rank loads again. Planted: the table there was at import, where a world of threads has
+    another."""
+    assert not lazy._GROUPS
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert lazy._GROUPS
+    finally:
+        dist.destroy_process_group()
+    assert not lazy._GROUPS
+    infcl_gen.contrastive_loss(*features(5), 10.0)
+    asked = list[str]()
+    monkeypatch.setattr(lazy, "find_group", asked.append)
+    infcl_gen.contrastive_loss(*features(5), 10.0)
+    assert asked == []
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_world", SimpleNamespace(pg_map={"of this thread": ""}, default_pg=None)
+    )
+    infcl_gen.contrastive_loss(*features(5), 10.0)
+    assert asked == [""]
+
+
+def test_without_torchs_private_names_the_public_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: an AttributeError in each call, which is told as features of no kind."""
+    monkeypatch.delattr(torch._C, "_is_any_autocast_enabled")
+    monkeypatch.setattr(dist, "distributed_c10d", SimpleNamespace())
+    assert lazy.__file__
+    spec = importlib.util.spec_from_file_location("lazy_elsewhere", lazy.__file__)
+    assert spec and spec.loader
+    other: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, other)
+    spec.loader.exec_module(other)
+    q, k = features(5)
+    asked = list[str]()
+    for _ in range(2):
+        assert value(other.contrastive_loss(q, k, 10.0)) == pytest.approx(truth(q, k, 10.0), rel=1e-5)
+    assert len(other._alone.packages) == 1
+    monkeypatch.setattr(other, "find_group", asked.append)
+    other.contrastive_loss(q, k, 10.0)
+    assert asked == [""]
 
 
 def test_a_compiled_step_does_not_trace_the_sweep() -> None:
