@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "51ec960027513cc348343a93e3111ea4ae33aa869fdbd05b0b37029e40279a0e",
+    "digest": "cb3755e532d0c715b43041a5545e9c969b81967170807f5eb10b40b4e0dc47d1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

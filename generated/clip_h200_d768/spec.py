@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a86993698bdddee768fa8ce6705f95a9f46da9d79e479423069691e63b3ca7f0",
+    "digest": "405f360f1851dcb93826b08aba4e4dc6d7390d09b8de06e345dc1905782a37ca",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

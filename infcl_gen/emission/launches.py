@@ -216,7 +216,8 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
 
 
 def _given_to_variant(family: Family, kernel: Kernel) -> dict[str, str]:
-    """What a variant takes unlike the kernel that it replaces: features, or descriptors of its own blocks."""
+    """What a variant takes unlike the kernel that it replaces: features or descriptors of its own blocks, and MASKED
+    where its programs walk several row blocks at once."""
     found = {name: _ALL.get(name, name) for name in _DESCRIBED}
     if kernel.row_blocks > 1:
         found["MASKED"] = f"m % ({kernel.row_blocks} * rows) != 0 or n % columns != 0"

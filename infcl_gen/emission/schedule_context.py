@@ -42,10 +42,10 @@ def schedule_context(
     launch = launches(plan, options)
     sweep = f"panels of {plan.panel_rows} queries x {plan.panel_keys} keys of g -> dq += g k, dk += g^T q"
     longest = ", LONGEST_STRIP" if _longest_strip(plan)[0] else ""
-    at_once = max((kernel.row_blocks for kernel in variants), default=1)  # row blocks of a program
-    times, row_blocks, half = "", "cdiv(m, rows)", "row_blocks"
-    if at_once > 1:
-        times, row_blocks, half = f"{at_once} * ", f"cdiv(m, {at_once} * rows)", f"cdiv(row_blocks, {at_once})"
+    together = max((kernel.row_blocks for kernel in variants), default=1)  # row blocks of a program
+    times, row_blocks, walks = "", "cdiv(m, rows)", "row_blocks"
+    if together > 1:
+        times, row_blocks, walks = f"{together} * ", f"cdiv(m, {together} * rows)", f"cdiv(row_blocks, {together})"
     own_strip = f"{times}strip_blocks({row_blocks}, cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS{longest})"
     ratios = "ratios" in options
     imports = {
@@ -135,7 +135,7 @@ def schedule_context(
         "queries_of_product": "part.q[:, DIM : 2 * DIM], part.q[:, :DIM]" if plan.split else "part.q",
         "shorter_strip": _SHORTER_STRIP if triangle else ABSENT,
         "mirrored": "_mirror(block, g)" if triangle else ABSENT,
-        "strip_of_slabs": f"{times}strip_blocks({half}, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)",
+        "strip_of_slabs": f"{times}strip_blocks({walks}, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)",
         "gradient_strip": "_strip(m, n)  # as the forward kept it" if plan.stash else own_strip,
         # Further arguments of a call.
         "longest_strip": longest,

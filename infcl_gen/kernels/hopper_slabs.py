@@ -95,8 +95,10 @@ def values(choice: Choice) -> dict[str, Any]:
 
 
 def _of_cosines(choice: Choice) -> dict[str, Any]:
-    """How kernels of cosines differ: strips are of smaller blocks, tiles of g may end behind a slab, and registers are
-    left to factors: g of the shortest prefix waits in shared memory, and few sums of columns in each thread."""
+    """How kernels of cosines differ. Strips are of smaller blocks, and tiles of g may end behind a slab.
+
+    Factors need registers: g of the shortest prefix waits in shared memory, and a thread has few sums of columns.
+    """
     renormalised, count = choice.traits.renormalised, len(choice.slabs)
     names = {
         "strip": ("strip", "strip // 2"),

@@ -23,24 +23,27 @@ ROWS, LARGEST_TILE = 2048, 256
 MOST_THREADS = 16
 
 _LOG = logging.getLogger("infcl_gen")
-_done: set[tuple[str, torch.device, int]] = set()  # package, device and gradients
+# Package, device and gradients, and whether panels without positives count, too.
+_done: set[tuple[str, torch.device, int, bool]] = set()
 _lock = threading.Lock()
 
 
 def warm_up(package: Package, call: Call, gradients: int) -> None:
     """Compile what a step of this package with these gradients needs, unless that was done on this device, or a graph
-    is being captured.
+    is being captured. A step that is the first to leave the diagonal needs further kernels.
 
     Raises what compiling raises.
     """
     gradients = gradients & ALL | SCALARS * bool(gradients & SCALARS)  # one kernel computes both scalars
-    place = package.digest, call.q.device, gradients
-    if place in _done or not call.q.is_cuda or not (len(call.q) and len(call.k)) or replay.capturing(call.q.device):
+    if package.any_device or not call.q.is_cuda:
+        return
+    place = package.digest, call.q.device, gradients, _leaves_diagonal(package, call, gradients)
+    if place in _done or not (len(call.q) and len(call.k)) or replay.capturing(call.q.device):
         return
     with _lock:  # a second thread waits for the first, instead of compiling the same
-        if place not in _done and not package.any_device:
+        if place not in _done:
             _compile(rehearsed(package, call, gradients), call.q.device)
-        _done.add(place)
+        _done.update((place, (*place[:3], False)))
 
 
 def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launch]:
@@ -58,20 +61,22 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
         loss, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
         if gradients:
             engine.backward(package, sample, saved, torch.ones_like(loss), gradients)
-        if _leaves_diagonal(package, call, len(q), gradients):
+        if _leaves_diagonal(package, call, gradients):
             engine.sweep_off_diagonal(package, sample, saved, gradients)
         if package.replay:
             package.schedule.copy_inputs(*sample[:4], *(torch.empty_like(x) for x in sample[:4]))
     return launches
 
 
-def _leaves_diagonal(package: Package, call: Call, rehearsed_rows: int, gradients: int) -> bool:
-    """Whether a step has panels without positives, which have other constants, where a rehearsal has none."""
+def _leaves_diagonal(package: Package, call: Call, gradients: int) -> bool:
+    """Whether a step has panels without positives, which have other constants: of a larger batch, or of other ranks."""
+    if not (package.traits.pairs or package.traits.triangle):
+        return False
     schedule, rows, keys = package.schedule, len(call.q), len(call.k)
-    if not package.traits.pairs:
-        return package.traits.triangle and rows > rehearsed_rows
     names = ("PANEL_ROWS", "PANEL_KEYS") if gradients else ("FORWARD_ROWS", "FORWARD_KEYS")
     most_rows, most_keys = (getattr(schedule, name) for name in names)
+    if package.traits.triangle:  # its forward keeps to its own panels beside gradients
+        most_rows = min(most_rows, schedule.FORWARD_ROWS, ROWS)
     return bool(rows > most_rows or keys > most_keys) or find_group(call.options.group_name) is not None
 
 

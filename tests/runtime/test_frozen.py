@@ -292,7 +292,7 @@ def test_kernels_are_compiled_once_for_the_gradients_that_calls_want(
     monkeypatch.setattr(warmup, "rehearsed", lambda package, call, gradients: compiled.append(gradients))
     monkeypatch.setattr(warmup, "_compile", lambda launches, device: None)
     monkeypatch.setattr(warmup.replay, "capturing", lambda device: False)
-    record = SimpleNamespace(digest="d", any_device=False)
+    record = SimpleNamespace(digest="d", any_device=False, traits=SimpleNamespace(pairs=False, triangle=False))
     on_gpu = SimpleNamespace(q=OnGpu([0]), k=[0])
     monkeypatch.setattr(api, "warm_up", lambda package, call, gradients: warmup.warm_up(record, on_gpu, gradients))
     values = tensors("clip", 5, 5)

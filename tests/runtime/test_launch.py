@@ -38,9 +38,8 @@ class Compiled:
 
 
 class Kernel:
-    arg_names = ("x", "k", "n", "MASKED", "WIDEN")
-
-    def __init__(self) -> None:
+    def __init__(self, *arg_names: str) -> None:
+        self.arg_names = [*(arg_names or ("x", "k", "n", "MASKED", "WIDEN"))]
         self.compiled: list[Compiled] = []
         self.given: list[tuple[Any, ...]] = []
 
@@ -87,6 +86,14 @@ def test_arguments_by_name_may_come_in_any_order() -> None:
     launch.launch(kernel, (5,), n=48, k=k, **OPTIONS, x=x)
     (compiled,) = kernel.compiled
     assert compiled.runs[0][-5:] == (x.data_ptr(), k.data_ptr(), 48, True, False)
+
+
+def test_a_constant_before_other_arguments_is_refused() -> None:
+    """The launcher goes by the place. Planted: constants taken on trust, so that `n` would be read as MASKED."""
+    with pytest.raises(
+        AssertionError, match=r"constants must come last: \['x', 'k', 'n'\], then \['MASKED', 'WIDEN'\]"
+    ):
+        begin(Kernel("x", "k", "MASKED", "n", "WIDEN"), torch.zeros(64), torch.zeros(64), 48)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +275,33 @@ def test_the_longest_kernel_is_compiled_first_and_tritons_library_hashed_once(mo
     launches = [launch.Launch(each, (1,), {"WIDE": wide}) for wide in (1, 2) for each in (short, long)]
     warmup._compile(launches, torch.device("cuda"))
     assert done == [("key", True), *((f"{each} {wide}", False) for each in ("the longest", "short") for wide in (1, 2))]
+
+
+@pytest.mark.parametrize("of", ["pairs", "triangle"])
+def test_a_later_call_that_leaves_the_diagonal_is_rehearsed(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the first call of one panel counts for larger ones, for those of a group, or for other gradients."""
+
+    class OnGpu(list[int]):
+        is_cuda, device = True, torch.device("cuda", 0)
+
+    compiled = list[tuple[int, str, int]]()
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(
+        warmup, "rehearsed", lambda _, call, wanted: compiled.append((len(call.q), call.options.group_name, wanted))
+    )
+    monkeypatch.setattr(warmup, "_compile", lambda launches, device: None)
+    monkeypatch.setattr(warmup.replay, "capturing", lambda device: False)
+    monkeypatch.setattr(warmup, "find_group", lambda name: name or None)
+    panels = {"PANEL_ROWS": 8, "PANEL_KEYS": 8, "FORWARD_ROWS": 16, "FORWARD_KEYS": 16}
+    traits = types.SimpleNamespace(**{"pairs": False, "triangle": False, of: True})
+    schedule = types.SimpleNamespace(**panels)
+    package: Any = types.SimpleNamespace(digest="d", any_device=False, traits=traits, schedule=schedule)
+    for rows, group, wanted in [(8, "", 3), (6, "", 3), (9, "", 3), (20, "", 3), (8, "", 3), (20, "g", 3), (8, "g", 0),
+                                (8, "", 0), (8, "", 2), (8, "g", 2)]:  # fmt: skip
+        x = OnGpu(range(rows))
+        call: Any = types.SimpleNamespace(q=x, k=x, options=types.SimpleNamespace(group_name=group))
+        warmup.warm_up(package, call, wanted)
+    assert compiled == [(8, "", 3), (9, "", 3), (8, "g", 0), (8, "", 2), (8, "g", 2)]
 
 
 def test_keys_of_kernels_do_not_depend_on_which_thread_is_first() -> None:

@@ -805,8 +805,10 @@ def _table(package: Package, layout: Layout, gradients: int, keeps: bool = True)
 
 
 def sweep_off_diagonal(package: Package, call: Call, saved: Saved, gradients: int) -> None:
-    """Forward and backward of a panel without positives, which few rows have not, for a rehearsal: of a triangle above
-    the diagonal. Forward is left out where backward has the loss."""
+    """Forward and backward of one panel without positives, for a rehearsal: panels of its few rows have some.
+
+    A triangle's panel lies above the diagonal. Forward is left out where backward has the loss.
+    """
     schedule, rows, wanted = package.schedule, min(call.q.shape[0], call.k.shape[0]), products(gradients)
     own = _Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()
     block = own.panel(0, rows, 0, rows)._replace(first_key=rows)

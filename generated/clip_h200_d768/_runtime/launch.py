@@ -155,8 +155,8 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
 
     Constants have names in capitals, and are a kernel's last arguments: Triton's launcher goes by the place alone.
     Every launch of a kernel gives the same names. The compiled kernel is kept for all arguments that Triton specialises
-    alike: integers by being 1, divisible by 16 or wider than 32 bits; pointers by dtype and alignment to 16 bytes (on
-    ROCm also by the reach of 32-bit offsets).
+    alike. Integers differ by being 1, divisible by 16 or wider than 32 bits. Pointers differ by dtype and alignment to
+    16 bytes, on ROCm also by the reach of 32-bit offsets.
 
     After a wait for the device, a launch takes 14 to 40 us of an H200's host; through Triton's launcher 20 to 67 us.
     """
@@ -171,6 +171,8 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         from triton import knobs
 
         arguments = [name for name in kernel.arg_names if not name.isupper()]
+        constants = [name for name in kernel.arg_names if name.isupper()]
+        assert kernel.arg_names == [*arguments, *constants], f"constants must come last: {arguments}, then {constants}"
         options = [name for name in given if name not in arguments]
         known = _kernels.setdefault(id(kernel), _Kernel(kernel, arguments, options, {}, knobs.runtime))
     device = torch._C._cuda_getDevice()
@@ -192,8 +194,8 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
     key = tuple(traits)
     if key not in known.compiled:
         compiled = kernel[grid](**given)
-        constants = [given[name] for name in kernel.arg_names if name.isupper()]
-        known.compiled[key] = compiled, compiled.run, constants
+        values = [given[name] for name in kernel.arg_names if name.isupper()]
+        known.compiled[key] = compiled, compiled.run, values
         return
     compiled, run, constants = known.compiled[key]
     size = grid[0], grid[1] if len(grid) > 1 else 1, 1
