@@ -216,5 +216,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 23_911, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 23_912, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_081 and pages <= 850 and step <= 3_490
