@@ -28,7 +28,7 @@ Beyond that the nightly tier alone
 - judges eight planned packages under the interpreter by seven examples each, CI by three,
 - runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at three and in one,
 - runs `rows` over one to three ranks in five batches, CI over two and three in one each,
-- generates the golden packages under four further hash seeds, CI under one,
+- plans under three further hash seeds and generates the golden packages under four, CI under one,
 - compiles four candidates of the tuner for the target (4 s each), CI three,
 - interrupts tuning runs at twenty random moments (4 s each), CI one run near its middle,
 - trains in fp32 and compares accuracies with the spread of seeds (18 s); CI tests single steps in fp32,

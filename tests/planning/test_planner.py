@@ -30,6 +30,7 @@ from tests.losses.specs import DERIVABLE
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
 from tests.planning.walk import walk
+from tests.tiers import nightly
 
 GPU_PROFILES = ("h200", "a100", "l4", "rtx4090", "b200", "mi300x", "mi355x")
 
@@ -516,9 +517,11 @@ def test_deterministic_under_any_hash_seed() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "77")
+        for seed in nightly(["0", "1", "77"], ["77"])
     }
-    assert len(outputs) == 1
+    flags: tuple[dict[str, Any], ...] = ({"batch_size": "64k", "memory_budget": "4GiB"}, {"dim": 96, "devices": 4})
+    here = " ".join(str(plan_flags(**each).as_dict()) for each in flags)
+    assert outputs == {f"{here}\n"}
 
 
 def test_planning_imports_neither_torch_nor_triton() -> None:

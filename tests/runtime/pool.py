@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +44,12 @@ BACKENDS = {
     "nccl-waiting": Backend("nccl", {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
 }
 
+# Imported once, not by every process. The config is imported by deterministic mode, in 1.5 s; it imports Triton, which
+# then reads whether to interpret, so that processes which interpret are forked from a server without it.
+_SERVER, _INTERPRETING = forkserver.ForkServer(), forkserver.ForkServer()
+_SERVER.set_forkserver_preload([ring_worker.__name__, "torch._inductor.config"])
+_INTERPRETING.set_forkserver_preload([ring_worker.__name__])
+
 
 def backends(*names: str) -> list[Any]:
     """Parameters: these backends, those of GPUs for the GPU suite."""
@@ -69,10 +75,9 @@ class Pool:
         backend: str = "gloo",
         groups: Sequence[tuple[int, ...]] = ring_worker.GROUPS,
     ) -> None:
-        interpreted = "TRITON_INTERPRET" in BACKENDS[backend].environment  # read where Triton is imported
-        context = multiprocessing.get_context("spawn" if interpreted else "forkserver")
-        # Imported once, not by every process; the last one is imported by deterministic mode, in 1.5 s.
-        context.set_forkserver_preload([ring_worker.__name__, "torch._inductor.config"])
+        interpreted = "TRITON_INTERPRET" in BACKENDS[backend].environment
+        server = _INTERPRETING if interpreted else _SERVER
+        context = multiprocessing.get_context("forkserver")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.logs = tempfile.TemporaryDirectory(prefix="infcl-gen-pool-")
         folders = [folder] if isinstance(folder, Path) else folder
@@ -87,7 +92,7 @@ class Pool:
                 f"{self.logs.name}/{rank}",
             )  # fmt: skip
             process = context.Process(target=ring_worker.main, args=(seat, theirs), daemon=True)
-            with mock.patch.dict(os.environ, BACKENDS[backend].environment if interpreted else {}):
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
                 process.start()
             theirs.close()
             self.pipes.append(ours)
