@@ -95,7 +95,7 @@ class World:
             threading.Thread(target=self._live, args=(rank, job, results), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
         ]
-        with _attached(self.package, self.tables), _uninitialised_memory_is_nan():
+        with _attached(self.package, self.tables), uninitialised_memory_is_nan():
             for thread in threads:
                 thread.start()
             self._next()
@@ -393,7 +393,7 @@ def _found_by_thread(find_group: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 @contextlib.contextmanager
-def _uninitialised_memory_is_nan() -> Iterator[None]:
+def uninitialised_memory_is_nan() -> Iterator[None]:
     """torch fills it in deterministic mode: reading past the valid rows of a buffer then shows in the result.
 
     The mode is set as torch.use_deterministic_algorithms does, which imports Inductor first (2 s of CPU time).

@@ -20,7 +20,7 @@ import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES, LossError, LossSpec, derive
 from tests.losses.specs import BY_PARTNER, DERIVABLE, OF_ROWS, RATE, SIDES, SMOOTH
 from tests.runtime.conftest import copy_with
-from tests.runtime.in_process import World, table_of
+from tests.runtime.in_process import World, table_of, uninitialised_memory_is_nan
 from tests.runtime.test_several import in_panels
 from tests.runtime.test_triangle import DIM, features
 
@@ -351,5 +351,5 @@ def test_planted_bugs_are_noticed(
     target = tmp_path / f"wrong_{''.join(c for c in bug if c.isalpha())}"
     copy_with(bug, (tuple(edit),), folder_of(package(name)), target)  # type: ignore[arg-type]
     wrong = importlib.import_module(target.name)
-    with pytest.raises((AssertionError, RuntimeError)):
+    with uninitialised_memory_is_nan(), pytest.raises((AssertionError, RuntimeError)):
         as_by_hand(name, in_panels(wrong))
