@@ -203,7 +203,7 @@ def test_the_source_stays_small() -> None:
     keys, 258 for losses of single queries, likewise, 127 of these for sums over pairs, 27 to print an
     expression of costs, and a literal, once,
     35 for small panels in a ring, 12 for tiles that an input has computed again, 20 for what ranks and wrong calls are
-    told, 33 for a new problem's package without collections;
+    told, 33 for a new problem's package without collections, 27 to find the largest batch in few plans;
     3 490 plan and run training steps, 15 of which remember costs; 1 081 are what users meet first, 11 of which keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
     50 take a LossSpec itself,
@@ -216,5 +216,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 23_912, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 23_939, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_081 and pages <= 850 and step <= 3_490

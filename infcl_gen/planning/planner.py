@@ -6,7 +6,6 @@ smallest. So more budget never gives a slower plan, and the figures of a plan ar
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import json
@@ -19,6 +18,7 @@ from infcl_gen.inputs.problem import MAX_BATCH, Problem
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.losses import Derivation
+from infcl_gen.planning.bracket import largest_within
 from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of
 from infcl_gen.planning.memory import Buffer
 from infcl_gen.planning.model import HOST, CostModel, PhaseTime, Sizes, products_of
@@ -164,23 +164,24 @@ def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate
 def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | None:
     """The largest global batch with a plan within the ceiling; None if not even one row fits."""
 
-    def fits(batch: int) -> bool:
+    def excess(batch: int) -> float:
         try:
             models = choices.models(batch, problem.keys or batch)
         except InputError:  # a setting forbids this batch: a stash of too many keys
-            return False
+            return math.inf
+        least = math.inf
         for model in models:
             with contextlib.suppress(InputError):  # a panel that is set does not suit this batch's blocks
-                if any(peak <= ceiling for _, peak in sizes_of(model, problem.settings, smallest=True)):
-                    return True
-        return False
+                least = min(least, *(peak for _, peak in sizes_of(model, problem.settings, smallest=True)))
+        return least - ceiling
 
-    if not fits(1):
+    if excess(1) > 0:
         return None
-    batches = range(2, problem.batch_size)
-    if fits(problem.batch_size):
-        batches = range(problem.batch_size + 1, MAX_BATCH + 1)
-    return batches.start - 1 + bisect.bisect_left(batches, True, key=lambda batch: not fits(batch))
+    own = excess(problem.batch_size)
+    if own > 0:
+        return largest_within(1, problem.batch_size, excess, excess(1), own)
+    above = excess(MAX_BATCH)
+    return MAX_BATCH if above <= 0 else largest_within(problem.batch_size, MAX_BATCH, excess, own, above)
 
 
 def _infeasible_message(problem: Problem, cluster: Cluster, ceiling: int, smallest: int, largest: int | None) -> str:

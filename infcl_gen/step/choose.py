@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
+from infcl_gen.planning.bracket import largest_within
 from infcl_gen.step.account import (
     Account,
     LossCosts,
@@ -39,16 +39,13 @@ SMALLER = 3  # sizes that each further attempt tries
 ATTEMPTS = 7  # 18 smaller sizes, which leave more room for graphs; there are 12 powers of two below 4096
 SHARES = (1.0, 0.5, 0.25)  # of what the host could hold, that are tried
 THINNED = 64  # points of a frontier, where there are more than two towers: 64 x 64 pairs of two of them
-SPLIT = ("kept", "checkpointed", "cached")
+SPLIT = ("checkpointed", "kept", "cached")
 Split = tuple[int, int, int]  # a number for each treatment of SPLIT
+CostOf = Callable[[str, int, int], tuple[int, float]]  # from a treatment, samples and a size to bytes and seconds
 
 
-class Point(NamedTuple):
-    """One way for a tower: what it holds until backward, and its seconds."""
-
-    held_bytes: int
-    time_s: float
-    plan: TowerPlan
+# One way for a tower: bytes that it holds until backward, its seconds, and its samples by treatment.
+Point = tuple[int, float, Split]
 
 
 def choose(problem: StepProblem) -> Account:
@@ -98,29 +95,19 @@ def _with_offloaded(problem: StepProblem, found: Account) -> Account:
 
 
 def largest_samples(problem: StepProblem) -> int:
-    """The largest batch of a device that fits, 0 if none does.
-
-    By the Illinois method, since memory is nearly linear in samples: about 6 accounts, where bisection needs 40.
-    """
+    """The largest batch of a device that fits, 0 if none does."""
 
     def excess_bytes(samples: int) -> int:
-        return _smallest(dataclasses.replace(problem, samples=samples)).peak_bytes - problem.memory_bytes
+        return smallest_bytes(dataclasses.replace(problem, samples=samples)) - problem.memory_bytes
 
-    fits, fails = 0, MAX_BATCH // problem.world_size
-    below, above, moved = -float(problem.memory_bytes), float(excess_bytes(fails)), 0
-    if above <= 0:
-        return fails
-    while fails - fits > 1:
-        guess = fits + int((fails - fits) * below / (below - above))
-        guess = min(max(guess, fits + 1), fails - 1)
-        excess = excess_bytes(guess)
-        side = 1 if excess > 0 else -1
-        if side > 0:
-            fails, above, below = guess, excess, below / (2 if moved == side else 1)
-        else:
-            fits, below, above = guess, min(excess, -1.0), above / (2 if moved == side else 1)
-        moved = side
-    return fits
+    most = MAX_BATCH // problem.world_size
+    above = excess_bytes(most)
+    return most if above <= 0 else largest_within(0, most, excess_bytes, -problem.memory_bytes, above)
+
+
+def smallest_bytes(problem: StepProblem) -> int:
+    """The least memory that a step needs. Raises InputError where towers have no way that the problem allows."""
+    return _smallest(problem).peak_bytes
 
 
 def _smallest(problem: StepProblem) -> Account:
@@ -165,9 +152,9 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
     for loss in problem.losses.within_budgets(problem.samples):
         for chosen in itertools.product(*towers):
             limit_s = math.inf if best is None else best.time_s - loss.time_s
-            if sum(frontier.points[-1].time_s for frontier in chosen) >= limit_s:
+            if sum(frontier.least_s for frontier in chosen) >= limit_s:
                 continue
-            key = loss, *(frontier.one_each for frontier in chosen)
+            key = loss, *(frontier.kind for frontier in chosen)
             if key not in rooms:
                 rooms[key] = _room(problem, account(problem, [frontier.one_each for frontier in chosen], loss))
             room_bytes, most_bytes = rooms[key]
@@ -177,7 +164,8 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
                 time_s, points = _fastest(chosen, room_bytes)
                 if not points:
                     break
-                found = account(problem, [point.plan for point in points], loss)
+                plans = [frontier.plan_of(split) for frontier, (*_, split) in zip(chosen, points, strict=True)]
+                found = account(problem, plans, loss)
                 if time_s < limit_s and _fits(problem, found):
                     best, limit_s = found, time_s
                 left_bytes, _ = _room(problem, found)
@@ -231,13 +219,26 @@ def _room(problem: StepProblem, found: Account) -> Room:
 
 
 class Frontier(NamedTuple):
-    """Ways for a tower of which none is faster and smaller than another, the smallest first.
+    """Ways for a tower of which none is faster and smaller than another, the smallest first; none holds more than the
+    memory.
 
-    `one_each`: one micro-batch of each treatment with graphs that occurs.
+    sizes     of micro-batches, for each treatment of SPLIT
+    kind      treatments with graphs that occur, and the size of their micro-batches
+    one_each  one micro-batch of each of these
     """
 
     points: list[Point]
+    sizes: Split
+    kind: tuple[Any, ...]
     one_each: TowerPlan
+
+    @property
+    def least_s(self) -> float:
+        return self.points[-1][1]
+
+    def plan_of(self, split: Split) -> TowerPlan:
+        parts: dict[str, Any] = {name: Part(*part) for name, *part in zip(SPLIT, split, self.sizes, strict=True)}
+        return dataclasses.replace(self.one_each, **parts)
 
 
 def _beside(problem: StepProblem, costs: TowerCosts, sizes: list[int], offloaded: Part) -> Iterator[Frontier]:
@@ -248,15 +249,13 @@ def _beside(problem: StepProblem, costs: TowerCosts, sizes: list[int], offloaded
     alone = _plan(costs, {"offloaded": offloaded})
     time_s = tower_seconds(problem, costs, alone)
     if offloaded.samples == problem.samples:
-        yield Frontier([Point(0, time_s, alone)], alone)
+        yield Frontier([(0, time_s, (0, 0, 0))], (1, 1, 1), (), alone)
         return
     rest = dataclasses.replace(problem, samples=problem.samples - offloaded.samples)
-    for points, one_each in _frontiers(rest, costs, sizes):
-        more = [
-            Point(held_bytes, time_s + rest_s, dataclasses.replace(plan, offloaded=offloaded))
-            for held_bytes, rest_s, plan in points
-        ]
-        yield Frontier(more, dataclasses.replace(one_each, offloaded=offloaded))
+    for each in _frontiers(rest, costs, sizes):
+        points = [(held_bytes, time_s + rest_s, split) for held_bytes, rest_s, split in each.points]
+        one_each = dataclasses.replace(each.one_each, offloaded=offloaded)
+        yield each._replace(points=points, one_each=one_each)
 
 
 def _frontiers(problem: StepProblem, costs: TowerCosts, sizes: list[int]) -> Iterator[Frontier]:
@@ -269,28 +268,27 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, sizes: list[int]) -> Ite
     if STREAMED in treatments:
         for size in sizes:
             plan = _plan(costs, {STREAMED: Part(samples, size)})
-            yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
+            yield Frontier([(0, tower_seconds(problem, costs, plan), (0, 0, 0))], (1, 1, 1), (), plan)
         return
     graphs = [] if costs.frozen else [each for each in treatments if each in WITH_GRAPHS]
     cached = costs.frozen or "cached" in treatments
     cost_of = functools.lru_cache(maxsize=None)(functools.partial(_cost, problem, costs))
     others = [size for size in sizes if _measured(problem, costs, "cached", size)] if cached else []
     for size in others:
-        plan = _plan(costs, {"cached": Part(samples, size)})
-        held = held_bytes(costs, plan)
-        yield Frontier([Point(held, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
+        if point := _frontier([(0, 0.0, (0, 0, samples))], cost_of, size, problem.memory_bytes):
+            yield Frontier(point, (1, 1, size), (), _plan(costs, {}))
     for chosen in [*([each] for each in graphs), *([graphs] if len(graphs) > 1 else [])]:
         for graph in sizes:
             if not all(_measured(problem, costs, name, graph) for name in chosen):
                 continue
             one_each = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
             fastest_s = min(cost_of(name, samples, graph)[1] for name in chosen)
-            splits = list(_splits(samples, graph, [*chosen, *["cached"] * cached]))
+            ways = list(_ways(problem, cost_of, graph, [*chosen, *["cached"] * cached]))
             for other in others or sizes[:1]:
                 if others and fastest_s >= cost_of("cached", samples, other)[1]:
                     continue  # graphs that stay are no gain
-                if points := _frontier(costs, cost_of, splits, (graph, graph, other)):
-                    yield Frontier(points, one_each)
+                if points := _frontier(ways, cost_of, other, problem.memory_bytes):
+                    yield Frontier(points, (graph, graph, other), (graph, *chosen), one_each)
 
 
 def _plan(costs: TowerCosts, parts: Mapping[str, Any]) -> TowerPlan:
@@ -303,39 +301,45 @@ def _cost(problem: StepProblem, costs: TowerCosts, treatment: str, samples: int,
     return held_bytes(costs, plan), tower_seconds(problem, costs, plan)
 
 
-def _splits(samples: int, graph: int, treatments: Sequence[str]) -> Iterator[Split]:
-    """All numbers of micro-batches that are checkpointed and kept; the rest is cached."""
+def _ways(problem: StepProblem, cost_of: CostOf, graph: int, treatments: Sequence[str]) -> Iterator[Point]:
+    """All numbers of micro-batches that are checkpointed and kept within the memory. The rest is cached, and not
+    counted."""
+    samples = problem.samples
     passes = -(-samples // graph)
     group = -(-passes // GROUPS) * graph
     counts = range(-(-samples // group) + 1)
     for checkpointed in counts if "checkpointed" in treatments else (0,):
         some = min(checkpointed * group, samples)
+        some_bytes, some_s = cost_of("checkpointed", some, graph)
         for kept in counts if "kept" in treatments else (0,):
             others = min(kept * group, samples - some)
             rest = samples - some - others
+            others_bytes, others_s = cost_of("kept", others, graph)
+            if others_bytes + some_bytes > problem.memory_bytes:
+                break
             if rest == 0 or "cached" in treatments:
-                yield others, some, rest
+                yield others_bytes + some_bytes, others_s + some_s, (some, others, rest)
             if others < kept * group:
                 break
 
 
-def _frontier(
-    costs: TowerCosts, cost_of: Callable[[str, int, int], tuple[int, float]], splits: Sequence[Split], sizes: Split
-) -> list[Point]:
-    """The splits of which none is faster and smaller than another, in micro-batches of these sizes.
+def _frontier(ways: Sequence[Point], cost_of: CostOf, size: int, most_bytes: int) -> list[Point]:
+    """The ways of which none is faster and smaller than another, with their cached samples in micro-batches of a size.
 
-    Plans are made of these alone: making one for each split takes more time than all else.
+    Plans are made of few of these: making one for each way takes more time than all else.
     """
-    found: list[tuple[int, float, Split]] = []
-    for split in splits:
-        kept, checkpointed, cached = map(cost_of, SPLIT, split, sizes)
-        found.append((kept[0] + checkpointed[0] + cached[0], kept[1] + checkpointed[1] + cached[1], split))
-    found.sort(key=operator.itemgetter(0, 1))
+    cached = {rest: cost_of("cached", rest, size) for rest in {split[-1] for *_, split in ways}}
+    found: list[Point] = []
+    for held, time_s, split in ways:
+        more_bytes, more_s = cached[split[-1]]
+        if held + more_bytes <= most_bytes:
+            found.append((held + more_bytes, time_s + more_s, split))
     points: list[Point] = []
-    for held, time_s, split in found:
-        if not points or time_s < points[-1].time_s:
-            parts = {name: Part(*part) for name, *part in zip(SPLIT, split, sizes, strict=True)}
-            points.append(Point(held, time_s, _plan(costs, parts)))
+    least_s = math.inf
+    for point in sorted(found):
+        if point[1] < least_s:
+            points.append(point)
+            least_s = point[1]
     return points
 
 
@@ -350,15 +354,19 @@ def _fastest(frontiers: Sequence[Frontier], room_bytes: int) -> tuple[float, lis
     first, *others = frontiers
     if not others:
         place = bisect.bisect_right(first.points, (room_bytes, math.inf))
-        return (first.points[place - 1].time_s, [first.points[place - 1]]) if place else (math.inf, [])
+        return (first.points[place - 1][1], [first.points[place - 1]]) if place else (math.inf, [])
     best: tuple[float, list[Point]] = math.inf, []
     step = 1 if len(others) == 1 else max(1, len(first.points) // THINNED)
+    others_s = sum(frontier.least_s for frontier in others)
     for point in itertools.chain(first.points[::step], first.points[-1:]):
-        if point.held_bytes > room_bytes:
+        held_bytes, time_s, _ = point
+        if held_bytes > room_bytes:
             break
-        time_s, rest = _fastest(others, room_bytes - point.held_bytes)
-        if point.time_s + time_s < best[0]:
-            best = point.time_s + time_s, [point, *rest]
+        if time_s + others_s >= best[0]:
+            continue
+        rest_s, rest = _fastest(others, room_bytes - held_bytes)
+        if time_s + rest_s < best[0]:
+            best = time_s + rest_s, [point, *rest]
     return best
 
 

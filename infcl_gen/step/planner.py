@@ -12,7 +12,7 @@ from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.inputs.text import check_word, parse_bytes, show
 from infcl_gen.planning import Plan
 from infcl_gen.step.account import PHASES, Account, LossCosts, Losses, StepProblem
-from infcl_gen.step.choose import choose, largest_samples
+from infcl_gen.step.choose import choose, largest_samples, smallest_bytes
 from infcl_gen.step.costs import StepCosts
 from infcl_gen.step.plan import STREAMED, TREATMENTS
 from infcl_gen.step.text import step_text
@@ -139,13 +139,11 @@ def _alternatives(problem: StepProblem, chosen: Account) -> list[Alternative]:
         if treatments == problem.treatments or treatments[0] not in problem.treatments:
             continue
         other = dataclasses.replace(problem, treatments=treatments)
-        try:
-            account = choose(other)
-            found.append(Alternative(treatments, account.time_s, account.peak_bytes))
-        except InfeasibleError as error:
-            found.append(Alternative(treatments, None, error.smallest_budget_bytes or 0))
-        except InputError:  # no blocks to compute again
-            continue
+        with contextlib.suppress(InputError):  # no blocks to compute again
+            least = smallest_bytes(other)
+            account = choose(other) if least <= problem.memory_bytes else None
+            costs = (account.time_s, account.peak_bytes) if account else (None, least)
+            found.append(Alternative(treatments, *costs))
     return found
 
 
