@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from infcl_gen import processes
+from infcl_gen.emission import build
+from infcl_gen.inputs.problem import make_problem
 from tests.imports import quicken
 
 PRELOADED = ("torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest")
@@ -82,10 +84,24 @@ class Server:
         self._server.wait()
 
 
+def fork(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
+    """For `processes._start` of a process that is itself forked, and has computed nothing with torch."""
+    job = {"words": words, "environment": environment, "folder": os.getcwd()}
+    (read, requests), (answers, write) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        run(job, [read, write, log.fileno()])
+    for handle in (read, write):
+        os.close(handle)
+    return Forked(pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
+
+
 def serve(handle: int, interprets: bool) -> None:
     for name in PRELOADED if interprets else COMPILING:
         __import__(name)
     assert not (interprets and "triton" in sys.modules)  # which reads its environment as it is imported
+    if not interprets:
+        build(make_problem(batch_size=8, dim=8, target="cpu"))  # templates and CLIP's formulas stay: 0.3 s for each
     quicken()
     gc.freeze()  # a collection in a forked process would copy these pages
     with socket.socket(fileno=handle) as requests:
@@ -118,9 +134,10 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
         os.environ.update(job["environment"])
         for number, handle in enumerate(streams):
             os.dup2(handle, number)
+        os.closerange(3, 1 << 16)  # pipes of other processes, which would not see their ends
         sys.path[:0] = [path for path in job["environment"]["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
         sys.argv = ["processes", *job["words"]]
-        sys.stdin = os.fdopen(0)
+        sys.stdin = os.fdopen(0, closefd=False)
         if os.environ.get("TRITON_INTERPRET") == "1":
             from tests.kernels.interpreter import accelerate
 

@@ -1,11 +1,13 @@
 """README and documentation show commands, files, code and outputs that exist, in sentences that can be read."""
 
+import contextlib
 import math
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,22 @@ def environment_of(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), "INFCL_GEN_CACHE": str(folder / "cache")}
 
 
+@contextlib.contextmanager
+def running(file: str, folder: Path, **environment: str) -> Iterator[Callable[[], str]]:
+    """A program there in a forked process (the fixture `forked`); the call waits for it, and gives what it printed."""
+    log = folder / f"log{environment.get('RANK', '')}"
+    worker = Worker("tests.documents:run_example", [file], log, environment_of(folder) | environment)
+
+    def printed() -> str:
+        assert worker.answer(120.0) == {"done": True}, log.read_text()
+        return log.read_text()
+
+    try:
+        yield printed
+    finally:
+        worker.kill()
+
+
 @pytest.mark.parametrize("block", [found for found in EXAMPLES if found[0] == "README.md"], ids=named)
 def test_the_first_examples_run_on_their_own(block: tuple[str, str], tmp_path: Path) -> None:
     """Up to the end of the interpreter."""
@@ -129,25 +147,47 @@ def test_the_first_examples_run_on_their_own(block: tuple[str, str], tmp_path: P
 def test_examples_run(block: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("example.py").write_text(block[1])
-    log = tmp_path / "log"
-    worker = Worker("tests.documents:run_example", ["example.py"], log, environment_of(tmp_path))
-    try:
-        assert worker.answer(120.0) == {"done": True}, log.read_text()
-    finally:
-        worker.kill()
+    with running("example.py", tmp_path) as printed:
+        printed()
 
 
-def test_training_on_two_processes_prints_the_losses_it_names(tmp_path: Path) -> None:
+def write_training(folder: Path) -> list[str]:
+    """The page's program for two processes, and the losses that it says it prints."""
     (code,) = (code for _, code in PYTHON if code.startswith("# train.py"))
-    (tmp_path / "train.py").write_text(code + GROUP_IS_GONE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, **environment_of(tmp_path)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    (folder / "train.py").write_text(code + GROUP_IS_GONE)
     promised = re.findall(r"# ([\d., ]+)\n", code)[0].split(", ")
-    assert re.findall(r"step \d: loss (\S+)", done.stdout) == promised and len(promised) == 3
+    assert len(promised) == 3
+    return list(promised)
+
+
+@pytest.mark.usefixtures("forked")
+def test_training_on_two_processes_prints_the_losses_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment that torchrun makes, whose store is another process's."""
+    import torch.distributed as dist
+
+    promised = write_training(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(running("train.py", tmp_path, RANK=rank, LOCAL_RANK=rank, **torchrun)) for rank in "01"
+        ]
+        first, second = [printed() for printed in ranks]
+    assert re.findall(r"step \d: loss (\S+)", first) == promised and "step" not in second
+
+
+@pytest.mark.long
+def test_torchrun_trains_on_two_processes(tmp_path: Path) -> None:
+    promised = write_training(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **environment_of(tmp_path)}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"step \d: loss (\S+)", done.stdout) == promised
 
 
 def test_a_loss_of_ones_own_has_the_gradient_shown(tmp_path: Path) -> None:

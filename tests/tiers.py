@@ -30,7 +30,8 @@ Beyond that the nightly tier alone
 - runs `rows` over one to three ranks in five batches, CI over two and three in one each,
 - plans under three further hash seeds and generates the golden packages under four, CI under one,
 - compiles four candidates of the tuner for the target (4 s each), CI three,
-- interrupts tuning runs at twenty random moments (4 s each), CI one run near its middle,
+- interrupts tuning runs at twenty random moments (4 s each), CI one run, forked, as it runs candidates,
+- measures torch.compile by Inductor (20 s of g++) and trains under torchrun; CI by aot_eager, in forked processes,
 - trains in fp32 and compares accuracies with the spread of seeds (18 s); CI tests single steps in fp32,
 - trains for 300 steps in fp64 with the losses and the accuracy of whole batches, CI for 100.
 """

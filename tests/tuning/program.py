@@ -1,13 +1,15 @@
-"""A short tuning run as a process of its own: python -m tests.tuning.program PACKAGE RECORDS"""
+"""A short tuning run, also as a process of its own: `tuned` is a task of `infcl_gen.processes`."""
 
-import sys
 import unittest.mock
 from pathlib import Path
 
+from infcl_gen import processes
 from infcl_gen.planning.records import Settings
+from infcl_gen.processes import Answer, Requests
 from infcl_gen.tuning import search
 from infcl_gen.tuning.family import Limits
 from infcl_gen.tuning.search import Outcome
+from tests import forks
 
 LIMITS = Limits(minutes=1, rounds=2, repeats=1)
 OTHER: Settings = (("panel_keys", "64"), ("panel_rows", "64"))
@@ -19,5 +21,9 @@ def short_run(package: Path, records: Path) -> Outcome:
         return search.tune(package, records, LIMITS)
 
 
-if __name__ == "__main__":
-    short_run(Path(sys.argv[1]), Path(sys.argv[2]))
+def tuned(requests: Requests, answer: Answer, package: str, records: str, start: str) -> None:
+    """Its candidates are forked from it, as it may be itself, or started."""
+    if start == "forked":
+        processes._start = forks.fork
+    short_run(Path(package), Path(records))
+    answer(done=True)

@@ -1,14 +1,13 @@
 """Tuning runs on the CPU: end to end, with candidates that misbehave, interrupted, and two at once."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from infcl_gen.errors import InputError, ToolchainError, VerificationError
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.planning import records
 from infcl_gen.planning.records import Candidate, Found, Settings, read_records
+from infcl_gen.processes import Worker
 from infcl_gen.tuning import search
 from infcl_gen.tuning.family import Case, Entry, Family, Limits, Progress, Proposed, fastest, hopeless, proposed
 from infcl_gen.tuning.search import tune
@@ -35,7 +35,6 @@ from tests.tiers import LONG
 from tests.tuning.program import OTHER, short_run
 from tests.tuning.test_records import revise
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL: dict[str, Any] = {"batch_size": 256, "dim": 16, "dtype": "fp32", "target": "cpu"}
 
 
@@ -243,14 +242,10 @@ def test_the_command_line_reports_the_outcome(package: Path, tmp_path: Path, mon
     assert result["record"]["candidates"][0]["status"] == "hung"
 
 
-def start(package: Path, folder: Path, scratch: Path) -> subprocess.Popen[bytes]:
+def start(package: Path, folder: Path, scratch: Path, how: str) -> Worker:
     scratch.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.tuning.program", str(package), str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
-    )
+    arguments = [str(package), str(folder), how]
+    return Worker("tests.tuning.program:tuned", arguments, scratch / f"{package.name}.log", {"TMPDIR": str(scratch)})
 
 
 def processes_below(folder: Path) -> list[str]:
@@ -268,45 +263,59 @@ def processes_below(folder: Path) -> list[str]:
     return found
 
 
-def run_two_at_once(package: Path, tmp_path: Path) -> float:
+def run_two_at_once(package: Path, tmp_path: Path, how: str) -> float:
     """Of two sizes, into one folder; the seconds that both took."""
     other = infcl_gen.generate(output=tmp_path / "other", **{**SMALL, "dim": 24})
+    runs = [start(path, tmp_path / "records", tmp_path / "scratch", how) for path in (package, other)]
     started = time.monotonic()
-    runs = [start(path, tmp_path / "records", tmp_path / "scratch") for path in (package, other)]
     for run in runs:
-        _, errors = run.communicate(timeout=120)
-        assert run.returncode == 0, errors.decode()
+        assert run.answer(120) == {"done": True}
+        run.kill()
     return time.monotonic() - started
 
 
-def interrupt_at_random(package: Path, tmp_path: Path, moments: int, seed: int) -> None:
-    """Two whole runs keep both records; then each interrupted one leaves both, and no process."""
-    draw, folder = random.Random(seed), tmp_path / "records"
-    whole_s = run_two_at_once(package, tmp_path)
+def interrupted_run_leaves_both(
+    package: Path, tmp_path: Path, how: str, pause: Callable[[], None], sent: signal.Signals
+) -> None:
+    """And no process."""
+    folder, scratch = tmp_path / "records", tmp_path / "scratch"
     before = read_records(folder / "cpu.json")
     assert {record.key.dim for record in before} == {16, 24}
-    for _ in range(moments):
-        run = start(package, folder, tmp_path / "scratch")
-        time.sleep(draw.uniform(0.05, 1.1) * whole_s)
-        run.send_signal(draw.choice([signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
-        run.communicate(timeout=60)
-        deadline = time.monotonic() + 10
-        while processes_below(tmp_path / "scratch") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert processes_below(tmp_path / "scratch") == []
-        assert [record.key for record in read_records(folder / "cpu.json")] == [record.key for record in before]
-        for partial in folder.glob(".*.partial.json"):
-            read_records(partial)
-        read_package(package)  # intact
+    run = start(package, folder, scratch, how)
+    pause()
+    os.kill(run._popen.pid, sent)
+    if (answer := run.answer(60)) == {"done": True}:
+        answer = run.answer(60)
+    assert answer is not None and "ended" in answer
+    wait_until(lambda: processes_below(scratch) == [])
+    assert [record.key for record in read_records(folder / "cpu.json")] == [record.key for record in before]
+    for partial in folder.glob(".*.partial.json"):
+        read_records(partial)
+    read_package(package)  # intact
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("forked")
 def test_two_runs_at_once_keep_both_records_and_an_interrupted_one_leaves_them(package: Path, tmp_path: Path) -> None:
-    interrupt_at_random(package, tmp_path, 1, 25)  # by SIGINT, near the middle
+    """Interrupted as it has one process for each candidate."""
+    run_two_at_once(package, tmp_path, "forked")
+    pause = lambda: wait_until(lambda: len(processes_below(tmp_path / "scratch")) == 3)  # noqa: E731
+    interrupted_run_leaves_both(package, tmp_path, "forked", pause, signal.SIGINT)
 
 
 @pytest.mark.long
 def test_interrupted_at_many_random_moments(package: Path, tmp_path: Path) -> None:
-    interrupt_at_random(package, tmp_path, 20, random.randrange(2**31))
+    whole_s = run_two_at_once(package, tmp_path, "started")
+    for _ in range(20):
+        sent = random.choice([signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+        pause = functools.partial(time.sleep, random.uniform(0.05, 1.1) * whole_s)
+        interrupted_run_leaves_both(package, tmp_path, "started", pause, sent)
 
 
 def test_finished_families_are_not_tuned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,22 +377,28 @@ def test_finished_families_are_not_tuned_again(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_every_family_of_every_strategy_has_legal_candidates(
-    tmp_path: Path, flags: dict[str, Any], expected: set[str]
+    tmp_path: Path, flags: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", device_profile="h200", **flags)
     case = search._case(read_package(package).spec)
+    planned: dict[Settings, str] = {}
+
+    def noting(case: Case, settings: Settings, whole: Any = Case.plan) -> Any:
+        found = whole(case, settings)
+        planned[settings] = found.strategy
+        return found
+
+    monkeypatch.setattr(Case, "plan", noting)
     assert set(search.families(case.default)) == expected
     for family in expected:
         run = Family(case, family, (), Limits(), tmp_path)
         offered = search.proposals(case, family, ())
-        every = 1 if LONG or len(offered) < 60 else 10
-        wanted = dict.fromkeys([(), *offered[::every]])
+        wanted = dict.fromkeys([(), *offered[:: 1 if LONG else max(1, len(offered) // 12)]])
         run.entries = [Entry(settings, tmp_path / str(index)) for index, settings in enumerate(wanted)]
         run._judge_legality()
         run._rank(8)
         assert 4 <= len(run._racing()) <= 8 and not run.entries[0].status
-        for entry in run._racing():
-            assert case.plan(entry.settings).strategy == case.default.strategy
+        assert {planned[entry.settings] for entry in run._racing()} == {case.default.strategy}
         if family == "product" and flags.get("dtype") != "fp32":
             assert any(("products", "triton") in entry.settings for entry in run._racing())
 
@@ -391,11 +406,12 @@ def test_every_family_of_every_strategy_has_legal_candidates(
 def test_the_most_promising_are_compiled_first(tmp_path: Path) -> None:
     """By the model; before those up to half of what is timed may be what a record, of older kernels too, found fast,
     whatever the best of the other families was."""
-    package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
+    flags = {"batch_size": "16k", "dim": 768, "loss": "infonce", "set": {"strategy": "rows"}}  # planned in least time
+    package = infcl_gen.generate(output=tmp_path / "p", device_profile="h200", **flags)
     case = search._case(read_package(package).spec)
     best: Settings = (("forward.stages", "2"),)
     judged = Family(case, "gradient", best, Limits(), tmp_path)
-    wanted = dict.fromkeys([best, *search.proposals(case, "gradient", best)])
+    wanted = dict.fromkeys([best, *search.proposals(case, "gradient", best)[::3]])
     judged.entries = [Entry(settings, tmp_path / str(index)) for index, settings in enumerate(wanted)]
     judged._judge_legality()
 
@@ -474,6 +490,7 @@ def test_sources_that_change_while_they_are_timed_are_noticed(
     assert read_package(package).digest == before and not list((tmp_path / "records").glob("*.json"))
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_be_tuned_says_so(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = infcl_gen.generate(output=tmp_path / "fixed", **SMALL, set={"panel_rows": 64})
     with pytest.raises(InputError, match="panel_rows"):
