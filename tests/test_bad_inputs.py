@@ -107,6 +107,7 @@ FLAG_VALUES = [
     *(("--dtype", value) for value in ("float32", "BF16", "fp8", "int8", "torch.float32")),
     *(("--precision", value) for value in ("high", "TF32", "ieee")),
     *(("--frozen", value) for value in ("both", "Key", "queries")),
+    *(("--negatives", value) for value in ("0", "-1", "many", "65537", "7")),
     *(("--target", value) for value in ("gpu", "CUDA", "metal", "cpu,cuda")),
     *(("--device-profile", value) for value in ("h300", "h200.tml", "nope.toml", "h200-0mp-1gib")),
     *(("--device-profile", value) for value in ("h200-1mp-1gib-x", "/dev/zero.toml")),

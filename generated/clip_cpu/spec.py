@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "cb3755e532d0c715b43041a5545e9c969b81967170807f5eb10b40b4e0dc47d1",
+    "digest": "d568ba5451dff84c52c2f1c4bcaf510c7fe72df73c164b999b22be45ce56a37c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

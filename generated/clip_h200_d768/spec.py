@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "405f360f1851dcb93826b08aba4e4dc6d7390d09b8de06e345dc1905782a37ca",
+    "digest": "9b924e0c65f908e34f47872fedd271c74fca62941f0c0c32839a9a9ec147cbbb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

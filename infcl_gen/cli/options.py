@@ -54,6 +54,7 @@ device = (
     option("--frozen", "none|query|key", "The side that needs no gradient [none]."),
     option("--prefixes", "D1,D2:W2,...,D", "Add up the loss of so many first columns of the features [D]."),
     option("--renormalise", None, "Similarities of each prefix are cosines of its columns.", bool),
+    option("--negatives", "H", "Negatives of each query, of losses that have them [1].", COUNT),
     option("--target", "auto|cpu|cuda|rocm", "What the package runs on [auto]."),
     option("--device-profile", "NAME|FILE.toml|auto", "Device to plan for [auto]."),
     option("--cluster", "FILE.toml", "Nodes, devices, profile and links from a file."),

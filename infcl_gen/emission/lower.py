@@ -110,6 +110,7 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
         ("--frozen", None if problem.frozen == "none" else problem.frozen),
         ("--prefixes", prefixes_text(derivation.spec.prefixes) or None),
         ("--renormalise", derivation.spec.renormalise or None),
+        ("--negatives", None if problem.negatives == 1 else problem.negatives),
         *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings).pairs),
     ]
     words = (((flag,) if value is True else (flag, str(value))) for flag, value in flags if value is not None)

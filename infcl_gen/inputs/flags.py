@@ -27,6 +27,7 @@ class Flags(TypedDict, total=False):
     frozen: str  # the side that needs no gradient: "none", "query", "key"
     prefixes: str | list[int] | Mapping[int, float]  # first columns of the features: a loss of each, added up
     renormalise: bool  # similarities of a prefix are cosines of its columns
+    negatives: int | str  # of each query, or of each pair of rows, of a loss that has them
     target: str  # "auto", "cpu", "cuda", "rocm"
     device_profile: str | os.PathLike[str]
     cluster: str | os.PathLike[str] | Mapping[str, Any]

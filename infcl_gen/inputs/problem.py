@@ -22,7 +22,7 @@ MAX_DIM = 65536
 MAX_BUDGET_BYTES = 2**50
 _LARGEST = {
     "batch_size": MAX_BATCH, "keys": MAX_BATCH, "dim": MAX_DIM, "devices": MAX_DEVICES, "nodes": MAX_DEVICES,
-    "memory_budget_bytes": MAX_BUDGET_BYTES,
+    "negatives": MAX_DIM, "memory_budget_bytes": MAX_BUDGET_BYTES,
 }  # fmt: skip
 _WORDS = {
     "dtype": tuple(DTYPE_BYTES),
@@ -55,6 +55,7 @@ class Problem:
     device_profile       a name, the path of a TOML file, or "auto".
     prefixes             counts of first columns, or pairs of count and weight, over which the loss is added up.
     renormalise          whether similarities of a prefix are cosines of its columns.
+    negatives            negatives of each query, or of each pair of rows, of a loss that has them.
     settings             the choices of `--set`; pairs of text become `Overrides`.
 
     Raises InputError for anything out of range.
@@ -72,6 +73,7 @@ class Problem:
     frozen: str = "none"
     prefixes: tuple[tuple[int, float], ...] = ()
     renormalise: bool = False
+    negatives: int = 1
     target: str = "auto"
     device_profile: str = "auto"
     settings: Overrides = dataclasses.field(default_factory=Overrides)
@@ -120,6 +122,8 @@ class Problem:
             del fields["prefixes"]
         if not self.renormalise:
             del fields["renormalise"]
+        if self.negatives == 1:
+            del fields["negatives"]
         return fields
 
     @property

@@ -86,7 +86,8 @@ class Choices:
                 "--devices 1, not"
                 f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
-        return [CostModel(choice, self._cluster, rank_rows, rank_keys, self._table(choice)) for choice in found]
+        sizes = rank_rows, rank_keys, self._problem.negatives
+        return [CostModel(choice, self._cluster, *sizes, self._table(choice)) for choice in found]
 
     def _table(self, choice: Choice) -> Table:
         shape = self._cluster.nodes, self._cluster.devices_per_node

@@ -24,6 +24,7 @@ ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8":
 # As in runtime/means.py: rows that a GPU adds up at a time for sums of features; rows of fp32 that a strip takes.
 MEAN_ROWS, MEAN_STRIP = 256, 64
 SCALED_ROWS = 4096  # as in runtime/scaled.py, rows whose products are in work
+NEGATIVE_ROWS = 16384  # as in runtime/negatives.py
 STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
 # In the order of `CostModel._values`.
 LEGEND = {
@@ -50,9 +51,10 @@ LEGEND = {
     "S": "query rows whose tiles are kept from forward to backward (stash)",
     "T": "strips of a forward panel for each block of keys, at most",
     "V": "strips of a backward panel for each block of keys, at most",
+    "H": "negatives of each query, or of each pair of rows",
 }
 SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in LEGEND}
-m, n, W, D, P, e, s, Bf, Kf, Bg, Kg, Bu, Ku, Bo, U, w, F, G, R, C, S, T, V = SYMBOLS.values()
+m, n, W, D, P, e, s, Bf, Kf, Bg, Kg, Bu, Ku, Bo, U, w, F, G, R, C, S, T, V, H = SYMBOLS.values()
 
 # Unevaluated: SymPy's comparison of their arguments takes a third of the time of a process's first plan.
 Min, Max = (functools.partial(function, evaluate=False) for function in (sympy.Min, sympy.Max))
@@ -81,7 +83,8 @@ class Buffer(NamedTuple):
 
 class BufferTerm(NamedTuple):
     """`pieces` tensors of one shape. `phase`: "both" (from forward to the end of backward), "forward", "backward",
-    or "finish" (the gradients are written, and no buffer of a hop is left)."""
+    "finish" (the gradients are written, and no buffer of a hop is left), or "after" (they are returned, and torch
+    makes those of what they depend on)."""
 
     name: str
     phase: str
@@ -237,7 +240,7 @@ def _common_terms(v: Choice) -> list[Any]:
             "sums of features, and of parts of them",
         ),
         own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
-        *_of_negatives() * ("negatives" in v.traits.vectors),
+        *_of_negatives(v) * ("negatives" in v.traits.vectors),
         *_of_scales(v),
         *_of_weights() * v.traits.weighted,
         v.traits.pooled
@@ -251,12 +254,18 @@ def _common_terms(v: Choice) -> list[Any]:
     ]
 
 
-def _of_negatives() -> tuple[BufferTerm, ...]:
-    """What torch holds of queries' own negatives, where a call gives one of each query."""
-    return (
-        BufferTerm("negatives", "both", (m, D), "of each query one, the query, and their products", pieces=3),
-        BufferTerm("gradients of negatives", "backward", (m, D), "and what they add to dq", "features", 2),
-    )
+def _of_negatives(v: Choice) -> list[Any]:
+    """What torch holds of queries' own negatives, and of those of pairs, which are half as many."""
+    of, after, copies = ceil_div(m, 2) if v.traits.partnered else m, "after", 1 + (v.strategy == "torch" and v.separate)
+    returned = m * int(v.of_queries) + n * int(v.of_keys and not v.traits.triangle), D
+    return [
+        v.traits.partnered and BufferTerm("rows with negatives", "both", (of, D), "the first of each pair", "features"),
+        BufferTerm("logits of negatives", "both", (3, of, H), "products, logits, and their gradients"),
+        BufferTerm("strip of negatives", after, (copies, Min(NEGATIVE_ROWS, of * H), D), "products in work"),
+        BufferTerm("gradients of features", after, returned, "returned", "statistics" if v.wider else "features"),
+        BufferTerm("gradient of negatives", after, (of, H, D), "returned", "features"),
+        BufferTerm("gradients through negatives", after, (m, D), "what they add to dq", "features", 2),
+    ]
 
 
 def _of_scales(v: Choice) -> list[BufferTerm]:

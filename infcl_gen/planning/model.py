@@ -1,6 +1,6 @@
 """The cost model: the expressions of `memory` and `work` evaluated for a plan's sizes on a device.
 
-The peak, "both" + max("forward", "backward", "finish"), bounds what the runtime allocates, with allocator slack on
+The peak, "both" + the largest of the other phases, bounds what the runtime allocates, with allocator slack on
 GPUs. The time of a phase is max(flops / (peak * efficiency), bytes / bandwidth, exponentials / rate) and its launches.
 Times of phases add; communication counts where it is not hidden.
 """
@@ -71,11 +71,12 @@ class Memory(NamedTuple):
     forward: int
     backward: int
     finish: int
+    after: int
 
     @property
     def peak_bytes(self) -> int:
         """Upper bound on what one rank allocates beyond its inputs."""
-        return self.both + max(self.forward, self.backward, self.finish)
+        return self.both + max(self[1:])
 
 
 class PhaseTime(NamedTuple):
@@ -112,6 +113,7 @@ class CostModel:
     cluster: Cluster
     rows: int  # of one rank, as are the keys
     keys: int
+    negatives: int  # of each query, or pair of rows
     table: Table
 
     @property
@@ -262,6 +264,7 @@ class CostModel:
             *(sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows),
             most_strips(sizes.forward_rows, sizes.forward_keys, forward),
             most_strips(sizes.panel_rows, sizes.panel_keys, gradient),
+            self.negatives,
         )
 
     def _own(self, sizes: Sizes) -> Iterator[tuple[BufferTerm, tuple[int, list[int]]]]:

@@ -121,7 +121,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
 
 def cost_model(plan: Plan, cluster: Cluster) -> CostModel:
     """The cost model that a plan was chosen by."""
-    return CostModel(plan, cluster, plan.rows_per_rank, plan.keys_per_rank, plan.schedule)
+    return CostModel(plan, cluster, plan.rows_per_rank, plan.keys_per_rank, plan.problem.negatives, plan.schedule)
 
 
 def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
@@ -137,6 +137,8 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         raise InputError(f"--keys: the rows of {problem.loss!r} are keys of each other; leave out --keys")
     if derivation.traits.triangle and problem.frozen != "none":
         raise InputError(f"--frozen: {problem.loss!r} has one side, whose gradient is all there is; leave out --frozen")
+    if problem.negatives > 1 and "negatives" not in derivation.traits.vectors:
+        raise InputError(f"--negatives: {problem.loss!r} has no negatives of single queries; leave out --negatives")
     if problem.dtype == "fp64" and cluster.profile.target != "cpu":
         raise InputError("--dtype: fp64 is supported with --target cpu only; valid here: bf16, fp16, fp32")
     if problem.precision == "tf32" and cluster.profile.vendor != "nvidia":

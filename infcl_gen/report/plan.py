@@ -21,7 +21,7 @@ from infcl_gen.report.figures import (  # isort: skip
 
 LEVELS = ("0 cluster", "1 node", "2 device", "3 multiprocessor", "4 warps")
 BOUNDS = ("product", "memory", "exponentials", "launches", "link")
-PHASES = ("forward", "backward", "finish")
+PHASES = ("forward", "backward", "finish", "after")
 MOST_DRAWN = 16  # nodes, or devices of a node
 MOST_PANELS = 1024
 MOST_EVENTS = 4000
@@ -198,7 +198,7 @@ def _memory(plan: Plan, model: CostModel) -> Section:
     tones = {name: tone(number) for number, name in enumerate(dict.fromkeys(b.name for b in plan.buffers))}
     slack = {phase: size - sum(b.bytes for b in plan.buffers if b.phase == phase) for phase, size in memory.items()}
     stacks = []
-    for phase in PHASES:
+    for phase in PHASES[: 3 + (memory["after"] > 0)]:
         own = [buffer for buffer in plan.buffers if buffer.phase in ("both", phase)]
         parts = [Bar(b.name, b.bytes, bytes_text(b.bytes), f"{tones[b.name]} cell") for b in own]
         rest = slack["both"] + slack[phase]
@@ -208,6 +208,7 @@ def _memory(plan: Plan, model: CostModel) -> Section:
         "What a device holds at once beyond the inputs; the table names the colours. Slack is what torch's allocator"
     )
     words += " may round up. finish: the gradients are written, and no buffer of a hop is left."
+    words += " after: they are returned, and torch makes those of what they depend on." * (memory["after"] > 0)
     limit = f"budget {bytes_text(plan.allowed_bytes)}"
     figure = stacked("Memory by phase", words, stacks, plan.allowed_bytes, limit)
     rows = [(b.name, b.phase, bytes_text(b.bytes), " x ".join(map(str, b.shape)), b.dtype, b.why) for b in plan.buffers]

@@ -124,9 +124,11 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
 def _through_negatives(package: Package, call: Call, negatives: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
     """What the log-sum-exps of queries' own negatives add to dq, dscale and dbias, for an accepted call."""
     with torch.inference_mode(False), torch.enable_grad():
-        # Copies: autograd keeps no tensor of inference mode.
-        q, scale, bias = (x.detach().clone().requires_grad_() for x in (call.q, call.scale, call.bias))
-        own = None, None, negatives.detach().clone(), None, None
+        given = (call.q, call.scale, call.bias, negatives)
+        # Autograd keeps no tensor of inference mode, but copies.
+        q, scale, bias, negatives = (x.clone() if x.is_inference() else x.detach() for x in given)
+        q, scale, bias = (x.requires_grad_() for x in (q, scale, bias))
+        own = None, None, negatives, None, None
         found = _vectors(package, q, scale, bias, call.labels, *own)
         return torch.autograd.grad(found, (q, scale, bias), upstream[None], materialize_grads=True)
 
@@ -512,8 +514,7 @@ def _vectors(
     dtype = package.schedule.STATISTICS_DTYPE
     found = [x.to(dtype) for x in (query_weight, key_weight) if x is not None]
     if negatives is not None:
-        given = q.to(dtype), negatives.to(dtype), scale, bias, labels
-        found.append(of_single.log_sums(package.traits, package.loss, *given))
+        found.append(of_single.log_sums(package.traits, package.loss, q, negatives, scale, bias, labels))
     found += [x.to(dtype) for x in (query_state, key_state) if x is not None]
     return torch.stack(found)
 

@@ -63,8 +63,9 @@ def markdown() -> str:
     lines = [
         "# Cost model",
         "",
-        'The peak is "both" and the largest of "forward", "backward" and "finish". A phase takes the longest of FLOPs',
-        "at the efficiency, bytes at the bandwidth and exponentials at their rate, and its launches.",
+        'The peak is "both" and the largest of "forward", "backward", "finish" and "after".',
+        "A phase takes the longest of FLOPs at the efficiency, bytes at the bandwidth and exponentials at their rate,",
+        "and its launches.",
         "",
         "| symbol | meaning |",
         "|---|---|",

@@ -50,6 +50,8 @@ OTHER_PEAKS: list[dict[str, Any]] = [
     {"batch_size": 1000, "dim": 256, "dtype": "fp32", "loss": "distill"},
     {"batch_size": 2000, "dim": 64, "dtype": "bf16", "loss": "distill_both"},
     {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "ntxent", "memory_budget": "16MiB"},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "gemini"},
+    {"batch_size": 1000, "dim": 64, "dtype": "bf16", "loss": "three_block_hard", "negatives": 7},
 ]
 # A package of each kind of buffers: panels, sums of each trait, prefixes, frozen sides, a guide, columns, and budgets.
 PEAKS: list[dict[str, Any]] = [
@@ -78,6 +80,8 @@ PEAKS: list[dict[str, Any]] = [
     {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp32", "loss": "mil_nce_multi"},
     {"batch_size": 2000, "keys": 3000, "dim": 64, "dtype": "bf16", "loss": "distill"},
     {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
+    {"batch_size": 1000, "dim": 64, "dtype": "bf16", "loss": "gemini", "negatives": 30},
+    {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block_hard", "negatives": 30},
 ]
 
 
@@ -95,11 +99,14 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     loss = flags.get("loss", "clip")
     if derive(BUILTIN_LOSSES[loss]).traits.triangle:
         k = None
-    ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out", "_multi")) else {}
+    ids = {"query_ids": torch.arange(rows) // 3} if loss.endswith(("_in", "_out", "_multi", "gemini")) else {}
     if ids and k is not None:
         ids["key_ids"] = torch.arange(keys) // 3
     if loss.startswith("distill") or loss == "gist":
         ids = {name: x.detach() for name, x in (("guide_queries", q), ("guide_keys", k))}
+    if loss in ("gemini", "three_block_hard"):
+        shape = rows // (1 + (k is None)), flags.get("negatives", 1), dim
+        ids["negatives"] = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale, **ids).backward())
     assert measured <= predicted <= 1.1 * measured

@@ -79,6 +79,17 @@ def test_one_device_against_the_definition(packages: Packages, loss: str, seed: 
     assert_close([package.reference(*inputs[:4], **inputs.given)], expected[:1])
 
 
+def in_strips_of(package: ModuleType, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module(f"{package.__name__}._runtime.negatives"), "STRIP_ROWS", products)
+
+
+@pytest.mark.parametrize("products", [1, 8])
+def test_products_with_negatives_in_strips(packages: Packages, products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row, and of several, the last strip ragged."""
+    in_strips_of(packages("hard"), products, monkeypatch)
+    test_one_device_against_the_definition(packages, "hard", 2)
+
+
 @pytest.mark.parametrize(
     ("loss", "wanted", "place"), [("hard", "query_weight", 5), ("hard", "negatives", 6), (SIDES, "key_weight", 6)]
 )
@@ -274,8 +285,8 @@ BUGS: dict[str, Edit] = {
     ),
     "negatives are not scaled": (
         NEGATIVES,
-        "(q[:, None] * negatives).sum(2), scale, bias)",
-        "(q[:, None] * negatives).sum(2), scale.detach(), bias)",
+        "_Products.apply(q, negatives, scale.dtype), scale, bias)",
+        "_Products.apply(q, negatives, scale.dtype), scale.detach(), bias)",
     ),
     "columns of keys keep their sums": (SCHEDULE, "(of_columns / key_weight)", "of_columns"),
     "positives without their columns": (SCHEDULE, " + key_weight * torch.exp(pc - cp)", ""),
@@ -284,13 +295,19 @@ BUGS: dict[str, Edit] = {
         "for x in (query_weight, key_weight)",
         "for x in (key_weight, query_weight)",
     ),
-    "negatives of the next query": (NEGATIVES, "(q[:, None] * negatives)", "(q[:, None] * negatives.roll(1, 0))"),
+    "negatives of the next query": (NEGATIVES, "apply(q, negatives,", "apply(q, negatives.roll(1, 0),"),
+    "a row between strips": (NEGATIVES, "range(0, negatives.shape[0], step)", "range(0, negatives.shape[0], step + 1)"),
+    "gradients of the first strip": (NEGATIVES, "of_rows[strip] = (weights", "of_rows[: len(weights)] = (weights"),
+    "negatives without gradients": (NEGATIVES, "of_negatives[strip] = weights", "of_negatives[strip] = 0 * weights"),
 }
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
+def test_planted_bugs_are_noticed(
+    packages: Packages, planted: Callable[..., str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loss = SIDES if "keys" in name or "columns" in name else "hard"
     wrong = importlib.import_module(planted(name, loss, (BUGS[name],)))
+    in_strips_of(wrong, 8, monkeypatch)
     with pytest.raises(AssertionError):
         test_one_device_against_the_definition(lambda _: wrong, loss, 1)

@@ -7,12 +7,16 @@ with them, and both rows have their log-sum-exp. Where the loss has thresholds, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .scaled import row_dots
 from .traits import Traits
+
+STRIP_ROWS = 16384  # products of a query and a negative at a time, which are wider than the features
 
 
 class Pairs(NamedTuple):
@@ -41,21 +45,57 @@ def pairs(labels: Tensor | None, rows: int, device: torch.device) -> Pairs:
     return Pairs(first, there.index_select(0, first), of_row)
 
 
+class _Products(torch.autograd.Function):
+    """z (B, H) in `dtype` of rows (B, D) and the negatives of each (B, H, D)."""
+
+    @staticmethod
+    def forward(rows: Tensor, negatives: Tensor, dtype: torch.dtype) -> Tensor:
+        z = rows.new_empty(negatives.shape[:2], dtype=dtype)
+        for strip in _strips(negatives):
+            z[strip] = (rows[strip].to(dtype)[:, None] * negatives[strip]).sum(2)
+        return z
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, negatives = ctx.saved_tensors
+        of_rows, of_negatives = (
+            x.new_empty(x.shape) if wanted else None
+            for x, wanted in zip((rows, negatives), ctx.needs_input_grad, strict=False)
+        )
+        for strip in _strips(negatives):
+            weights = upstream[strip, :, None]
+            if of_rows is not None:
+                of_rows[strip] = (weights * negatives[strip]).sum(1)
+            if of_negatives is not None:
+                of_negatives[strip] = weights * rows[strip, None]
+        return of_rows, of_negatives, None
+
+
+def _strips(negatives: Tensor) -> Iterator[slice]:
+    """Of rows whose products with negatives are in work at a time."""
+    step = max(1, STRIP_ROWS // negatives.shape[1])
+    return (slice(start, start + step) for start in range(0, negatives.shape[0], step))
+
+
 def log_sums(
     traits: Traits, loss: Any, q: Tensor, negatives: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None = None
 ) -> Tensor:
-    """h (M,) of queries q (M, D) and their negatives, in their dtype, differentiably in all but labels.
+    """h (M,) in scale's dtype of queries q (M, D) and their negatives, differentiably in all but labels.
 
     `loss` is a package's loss.py. Products are summed element by element: a matrix product might round to bf16 or tf32.
     """
     if not traits.partnered:
-        return torch.logsumexp(loss.logit((q[:, None] * negatives).sum(2), scale, bias), 1)
+        return torch.logsumexp(loss.logit(_Products.apply(q, negatives, scale.dtype), scale, bias), 1)
     found = pairs(labels, q.shape[0], q.device)
     rows = q.index_select(0, found.first)
-    z = (rows[:, None] * negatives).sum(2)
+    z = _Products.apply(rows, negatives, scale.dtype)
     x = loss.logit(z, scale, bias)
     if traits.thresholds:
         factor, margin = loss.THRESHOLD
-        most = (rows * q.index_select(0, found.other)).sum(1).detach() * factor + margin
+        most = row_dots(rows.detach(), q.detach(), scale.dtype, found.other) * factor + margin
         x = x.masked_fill(z.detach() > most[:, None], -math.inf)
     return torch.logsumexp(x, 1).index_select(0, found.of_row)
