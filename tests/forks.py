@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -135,7 +136,11 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
         for number, handle in enumerate(streams):
             os.dup2(handle, number)
         os.closerange(3, 1 << 16)  # pipes of other processes, which would not see their ends
-        sys.path[:0] = [path for path in job["environment"]["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+        folders = job["environment"]["PYTHONPATH"].split(os.pathsep)
+        sys.path[:0] = [path for path in folders if path not in sys.path]
+        for file in (os.path.join(path, "sitecustomize.py") for path in folders):
+            if os.path.exists(file):  # a test's
+                runpy.run_path(file)
         sys.argv = ["processes", *job["words"]]
         sys.stdin = os.fdopen(0, closefd=False)
         if os.environ.get("TRITON_INTERPRET") == "1":

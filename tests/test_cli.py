@@ -257,6 +257,7 @@ def test_verify_reports_rows(package: Path, monkeypatch: pytest.MonkeyPatch, pas
     assert done.stderr == ("" if passed else "infcl-gen: error: 1 of 2 checks failed: loss (edited)\n")
 
 
+@pytest.mark.usefixtures("forked")
 def test_verify_for_real(package: Path) -> None:
     done = run("verify", str(package), "--json")
     assert done.exit_code == 0, done.output
@@ -383,13 +384,13 @@ cli.main()
 @pytest.mark.parametrize(("where", "code"), [("flush", 130), ("exit", 0), ("shutdown", 0)])
 def test_an_interrupt_at_the_very_end_gives_an_exit_code_too(where: str, code: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AT_THE_END, where, "plan", *SMALL, "--quiet"],
+        [sys.executable, "-c", AT_THE_END, where, "cache", "path", "--quiet"],
         capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, "infcl-gen: error: interrupted\n" * (code == 130))
 
 
-@pytest.mark.parametrize("arguments", [("plan", *SMALL), ("plan", *SMALL, "--json"), ("--help",)])
+@pytest.mark.parametrize("arguments", [("cache", "path"), ("plan", *SMALL, "--json"), ("--help",)])
 def test_a_full_disk_behind_stdout_is_one_clear_line(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

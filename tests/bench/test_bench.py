@@ -293,6 +293,7 @@ def test_contestants_that_fail_are_reported_and_change_nothing(package: Path, mo
     assert alone["nan"]["error"] == PLANTED["nan"][1] and alone["nan"]["err"] is None
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_worker_that_starts_slowly_is_waited_for(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,11 @@ def checked(module: types.ModuleType, case: Case, device: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @examples(ci=10, long=500)
-@hypothesis.given(case=cases(DIMS, tuple(DTYPES), st.one_of(st.sampled_from(ROWS), st.integers(1, LARGEST))))
+@hypothesis.given(
+    case=cases(
+        DIMS if LONG else (1, 16, 100, 384), tuple(DTYPES), st.one_of(st.sampled_from(ROWS), st.integers(1, LARGEST))
+    )
+)
 def test_the_cpu_target(loss: str, case: Case) -> None:
     checked(package(loss, case.dtype, case.dim), case, "cpu")
 
@@ -84,7 +88,7 @@ def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str,
     module = package(loss, dtype, 64)
     inputs = inputs_of(module, Case(129, 129, 64, dtype, 14.3, -1.0, seed=1))
     first = module.loss_and_grads(*inputs[:4], **inputs.given)
-    for _ in range(100 if dtype == "fp32" else 3):
+    for _ in range((100 if LONG or loss == "clip" else 10) if dtype == "fp32" else 3):
         again = module.loss_and_grads(*inputs[:4], **inputs.given)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     by_autograd = autograd_results(module, inputs)
