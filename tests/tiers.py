@@ -17,6 +17,7 @@ Beyond that the nightly tier alone
   through the whole runtime; in CI one of 1 024,
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
+- judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
 - puts NaN and both infinities into the features of each package; CI all three into one of each strategy, two into
   the others,
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and

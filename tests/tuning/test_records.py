@@ -63,6 +63,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return committed
 
 
+@pytest.fixture(scope="module")
+def by_model() -> dict[str, str]:
+    """The package without a record."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "record_folders", tuple)
+        return build(h200())
+
+
 def reason(problem: Problem) -> str:
     found = find_record(case_of(problem))
     assert isinstance(found, str)
@@ -129,8 +137,7 @@ def test_as_many_keys_as_queries_are_the_same_problem_however_they_are_given(fol
     assert key_of(h200(loss="infonce", keys="8k")) != key_of(h200(loss="infonce"))
 
 
-def test_a_stale_record_is_explained_and_not_used(folder: Path) -> None:
-    by_model = build(h200())
+def test_a_stale_record_is_explained_and_not_used(folder: Path, by_model: dict[str, str]) -> None:
     store(record_of(h200(), timed=(("products", "library"),)), folder)
     assert "is stale: " in reason(h200()) and "products was library, now triton" in reason(h200())
     assert build(h200()) == by_model
@@ -210,8 +217,9 @@ def test_without_kernels_a_record_is_of_the_sweep(folder: Path, monkeypatch: pyt
     assert "revision of sweep was 1, now 2" in reason(problem)
 
 
-def test_a_record_that_is_illegal_today_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_model = build(h200())
+def test_a_record_that_is_illegal_today_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture, by_model: dict[str, str]
+) -> None:
     store(record_of(h200(), (("gradient.rows", "8192"),), planned=()), folder)
     with caplog.at_level(logging.INFO, "infcl_gen"):
         assert build(h200()) == by_model
@@ -219,8 +227,7 @@ def test_a_record_that_is_illegal_today_is_not_used(folder: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "schema", "list", "unknown", "nothing"])
-def test_a_damaged_file_is_explained_kept_and_replaced(folder: Path, damage: str) -> None:
-    by_model = build(h200())
+def test_a_damaged_file_is_explained_kept_and_replaced(folder: Path, damage: str, by_model: dict[str, str]) -> None:
     file = store(record_of(h200()), folder)
     text = file.read_text()
     table = json.loads(text)

@@ -26,6 +26,7 @@ from infcl_gen.verification.properties import (
     random_cases,
     tensors,
 )
+from tests.tiers import combined, in_pairs, nightly
 from tests.verification.dense import by_shares, dense_package
 
 _capped = 30 * tanh(scale * z / 30) + bias
@@ -76,19 +77,17 @@ def known(dtype: str, rows: int, scale: float) -> tuple[Inputs, LossAndGrads, Tr
     return inputs, by_shares(PACKAGES["clip"], *inputs), truth_of(PACKAGES["clip"], inputs)
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
-@pytest.mark.parametrize("quantity", ["dq", "dk", "dscale", "loss"])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "factor", "quantity"),
+    in_pairs(sorted(DTYPES), SCALES, [0.5, 2.0, 4.0], ["dq", "dk", "dscale", "loss"]),
+)
 def test_a_wrong_factor_of_the_world_size_fails(dtype: str, scale: float, factor: float, quantity: str) -> None:
     _, right, truth = known(dtype, 64, scale)
     wrong = right._replace(**{quantity: getattr(right, quantity) * factor})
     assert failing(wrong, truth) == {quantity}
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("rows", [2, 64, 300])
+@pytest.mark.parametrize(("dtype", "scale", "rows"), in_pairs(sorted(DTYPES), SCALES, [2, 64, 300]))
 def test_a_missed_positive_fails(dtype: str, scale: float, rows: int) -> None:
     inputs, right, truth = known(dtype, rows, scale)
     dq, last = right.dq.clone(), inputs.k[-1].double() * scale / rows
@@ -96,9 +95,7 @@ def test_a_missed_positive_fails(dtype: str, scale: float, rows: int) -> None:
     assert failing(right._replace(dq=dq), truth) == {"dq"}
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("quantity", ["dq", "dk"])
+@pytest.mark.parametrize(("dtype", "scale", "quantity"), in_pairs(sorted(DTYPES), SCALES, ["dq", "dk"]))
 def test_a_lost_row_fails(dtype: str, scale: float, quantity: str) -> None:
     _, right, truth = known(dtype, 300, scale)
     lost = getattr(right, quantity).clone()
@@ -106,8 +103,7 @@ def test_a_lost_row_fails(dtype: str, scale: float, quantity: str) -> None:
     assert failing(right._replace(**{quantity: lost}), truth) == {quantity}
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("rows", [65, 129, 1000])
+@pytest.mark.parametrize(("dtype", "rows"), combined(sorted(DTYPES), [65, 129, 1000]))
 def test_a_key_that_no_query_sees_fails(dtype: str, rows: int) -> None:
     """The last key missing from the denominators, as with a mask that lacks the block's offset."""
     inputs = example(dtype, rows, 1.0)
@@ -119,7 +115,7 @@ def test_a_key_that_no_query_sees_fails(dtype: str, rows: int) -> None:
     assert "loss" in judged(PACKAGES["infonce"], inputs, right._replace(loss=right.loss - missed))
 
 
-@pytest.mark.parametrize("rows", [128, 1000])
+@pytest.mark.parametrize("rows", nightly([128, 1000], [128]))
 def test_tf32_at_scale_100_fails_unless_asked_for(rows: int) -> None:
     inputs = example("fp32", rows, 100.0, dim=768)
     cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (inputs.q, inputs.k)]
