@@ -25,7 +25,9 @@ from infcl_gen.inputs.problem import make_problem
 from tests.imports import quicken
 
 PRELOADED = ("torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest")
-# What wrappers of modules import in 2 s; it imports triton, so that kernels are not interpreted.
+# Both import triton, which reads then whether kernels are interpreted.
+INTERPRETING = (*PRELOADED, "tests.kernels.interpreter")
+# What wrappers of modules import in 2 s.
 COMPILING = (*PRELOADED, "torch._dynamo", "tests.step.ranks")
 LARGEST_MESSAGE = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
@@ -69,7 +71,8 @@ class Server:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno()), str(int(interprets))]
-            self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=processes.own_environment())
+            environment = {**processes.own_environment(), "TRITON_INTERPRET": str(int(interprets))}
+            self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environment)
 
     def start(self, words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
         job = {"words": list(words), "environment": environment, "folder": os.getcwd()}
@@ -98,10 +101,11 @@ def fork(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Fork
 
 
 def serve(handle: int, interprets: bool) -> None:
-    for name in PRELOADED if interprets else COMPILING:
+    for name in INTERPRETING if interprets else COMPILING:
         __import__(name)
-    assert not (interprets and "triton" in sys.modules)  # which reads its environment as it is imported
-    if not interprets:
+    if interprets:
+        sys.modules["tests.kernels.interpreter"].accelerate()
+    else:
         build(make_problem(batch_size=8, dim=8, target="cpu"))  # templates and CLIP's formulas stay: 0.3 s for each
     quicken()
     gc.freeze()  # a collection in a forked process would copy these pages
@@ -143,10 +147,6 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
                 runpy.run_path(file)
         sys.argv = ["processes", *job["words"]]
         sys.stdin = os.fdopen(0, closefd=False)
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            from tests.kernels.interpreter import accelerate
-
-            accelerate()
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
         processes.main()
         code = 0
