@@ -56,7 +56,7 @@ def test_rows_are_the_simulation(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_a_row_that_says_why() -> None:
-    done = run(*FLAGS, "--batches", "4M", "--devices", "8,4096", "--memory-budget", "64MiB", "--json")
+    done = run(*FLAGS, "--batches", "2M", "--devices", "8,512", "--memory-budget", "64MiB", "--json")
     assert done.exit_code == 0
     small, large = json.loads(done.stdout)["rows"]
     assert "no plan fits" in small["error"] and small["smallest_budget_bytes"] > 64 << 20
@@ -90,7 +90,7 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"{name}{suffix}" for name in "ab"]
     for file in files:
-        done = run(*FLAGS, "--batches", "4k,1M", "--devices", "8,64", "--plot", str(file))
+        done = run(*FLAGS, "--batches", "4k,8k", "--devices", "8,16", "--plot", str(file))
         assert done.exit_code == 0, done.stderr
     content = files[0].read_bytes()
     assert content == files[1].read_bytes()  # the file's own name is not in it

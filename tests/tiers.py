@@ -13,8 +13,8 @@ Beyond that the nightly tier alone
 - takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
   and the kernels of four,
 - draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside one fixed ring of 64,
-- plans for 65 536 ranks and measures what one of them allocates (30 s); CI goes up to 4 096. One rank of 4 096 goes
-  through the whole runtime; in CI one of 1 024,
+- plans for 65 536 ranks, simulates 4 096 and measures what one of them allocates (30 s); CI goes up to 512. One rank of
+  4 096 goes through the whole runtime; in CI one of 1 024,
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
@@ -34,7 +34,8 @@ Beyond that the nightly tier alone
 - interrupts tuning runs at twenty random moments (4 s each), CI one run, forked, as it runs candidates,
 - measures torch.compile by Inductor (20 s of g++) and trains under torchrun; CI by aot_eager, in forked processes,
 - trains in fp32 and compares accuracies with the spread of seeds (18 s); CI tests single steps in fp32,
-- trains for 300 steps in fp64 with the losses and the accuracy of whole batches, CI for 100.
+- trains for 300 steps in fp64 with the losses and the accuracy of whole batches, CI for 50,
+- takes each of two dropouts with each of two micro-batches for what second passes must meet; CI each in one.
 """
 
 from __future__ import annotations

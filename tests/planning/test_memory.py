@@ -20,7 +20,7 @@ from infcl_gen.verification.properties import DTYPES
 from tests.runtime.in_process import Echo
 from tests.tiers import LONG, combined, nightly
 
-WORLDS = (2, 3, 8, 64, 4096, 65536) if LONG else (2, 3, 8, 64, 4096)
+WORLDS = (2, 3, 8, 64, 4096, 65536) if LONG else (2, 3, 8, 64, 512)
 
 
 def measured_peak_bytes(step: Any) -> int:
@@ -55,18 +55,18 @@ OTHER_PEAKS: list[dict[str, Any]] = [
 ]
 # A package of each kind of buffers: panels, sums of each trait, prefixes, frozen sides, a guide, columns, and budgets.
 PEAKS: list[dict[str, Any]] = [
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16"},
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "memory_budget": "12MiB"},
-    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "memory_budget": "24MiB"},
+    {"batch_size": 2100, "dim": 256, "dtype": "bf16"},
+    {"batch_size": 2000, "dim": 256, "dtype": "bf16", "memory_budget": "8MiB"},
+    {"batch_size": 2000, "dim": 256, "dtype": "fp64", "memory_budget": "16MiB"},
     {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce"},
     {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4520kB"},
     {"batch_size": 256, "dim": 1024, "dtype": "bf16", "set": {"panel_rows": "256", "panel_keys": "64"}},
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "memory_budget": "12MiB"},
-    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "siglip", "memory_budget": "26MiB"},
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 128, 256], "memory_budget": "16MiB"},
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "prefixes": [64, 256], "renormalise": True},
-    {"batch_size": 3000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "18MiB"},
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
+    {"batch_size": 2000, "dim": 256, "dtype": "bf16", "loss": "siglip", "memory_budget": "8MiB"},
+    {"batch_size": 2000, "dim": 256, "dtype": "fp64", "loss": "siglip", "memory_budget": "18MiB"},
+    {"batch_size": 2000, "dim": 256, "dtype": "bf16", "prefixes": [64, 128, 256], "memory_budget": "11MiB"},
+    {"batch_size": 2100, "dim": 256, "dtype": "bf16", "prefixes": [64, 256], "renormalise": True},
+    {"batch_size": 2000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "12MiB"},
+    {"batch_size": 2100, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
     {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "dclw"},
     {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "hard_negative"},
     {"batch_size": 3000, "dim": 64, "dtype": "bf16", "loss": "four_block"},
@@ -79,7 +79,7 @@ PEAKS: list[dict[str, Any]] = [
     {"batch_size": 2000, "dim": 64, "dtype": "fp32", "loss": "mil_nce"},
     {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp32", "loss": "mil_nce_multi"},
     {"batch_size": 2000, "keys": 3000, "dim": 64, "dtype": "bf16", "loss": "distill"},
-    {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
+    {"batch_size": 2000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "8MiB"},
     {"batch_size": 1000, "dim": 64, "dtype": "bf16", "loss": "gemini", "negatives": 30},
     {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block_hard", "negatives": 30},
 ]
@@ -159,7 +159,7 @@ def test_strides_that_no_matrix_product_reads_cost_no_memory(layout: str, dtype:
         torch.testing.assert_close(value / unit, expected / unit, rtol=1e-4, atol=error)
 
 
-SMALL_PANELS = {"panel_rows": "64", "panel_keys": "64"}
+SMALL_PANELS = {"panel_rows": "256", "panel_keys": "256"}
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_predicted_peak_is_linear_in_the_own_rows(flags: dict[str, Any], roundin
 def test_a_rank_allocates_the_same_in_every_world() -> None:
     """One rank of the real runtime, with 64 rows, in rings of up to 65 536; at most 128 others hold keys (of as many
     rows), so that a hop costs 0.01 ms. On the host each rank knows the sizes of all: 24 bytes per rank."""
-    rows, dim = 64, 8
-    package = infcl_gen.load(target="cpu", batch_size=rows * 65536, devices=65536, dim=dim, dtype="fp64")
+    rows, dim, most = 64, 8, WORLDS[-1]
+    package = infcl_gen.load(target="cpu", batch_size=rows * most, devices=most, dim=dim, dtype="fp64")
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows, dim, generator=generator, dtype=torch.float64) for _ in range(2))
     peaks = []
@@ -324,7 +324,7 @@ def test_a_rank_allocates_the_same_in_every_world() -> None:
 
 RINGS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16", "set": {}},
-    "small panels": {"dtype": "bf16", "set": {"panel_rows": "64", "panel_keys": "64"}},
+    "small panels": {"dtype": "bf16", "set": {"panel_rows": "128", "panel_keys": "128"}},
     "fp64": {"dtype": "fp64", "set": {}},
     "infonce": {"dtype": "fp32", "loss": "infonce", "set": {}},
 }
@@ -347,8 +347,7 @@ def test_a_ring_allocates_what_is_planned(kind: str, world: int, keeps: str) -> 
     predicted = package.SPEC["predicted"]["peak_bytes"]
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_() for _ in range(2))
-    schedule = infcl_gen.plan(target="cpu", batch_size=rows * world, devices=world, dim=dim, **flags).schedule
-    with Echo([rows] * world, schedule).attached(package):
+    with Echo([rows] * world, package.ContrastiveLoss._package.table).attached(package):
         package.contrastive_loss(q, k, 3.0).backward()
         measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, 3.0).backward())
     assert measured <= predicted + 24 * world <= 1.1 * measured

@@ -36,7 +36,7 @@ class Wide(Pair):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)
+        self.image, self.text = Encoder(6, width=64, blocks=3), Encoder(6, width=32, blocks=4)
 
 
 @functools.cache
@@ -100,8 +100,7 @@ class Counting(nn.Module):
         return features
 
 
-@pytest.mark.parametrize("micro_batch", [16, 100])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("dropout", "micro_batch"), combined([0.0, 0.1], [16, 100]))
 def test_what_second_passes_must_meet_counts(dropout: float, micro_batch: int) -> None:
     """Buffers of 256 KiB that a pass changes, and random states of 5 KB, for each cached micro-batch."""
     torch.manual_seed(0)
@@ -399,11 +398,16 @@ def test_wrong_arguments_are_refused(what: str) -> None:
     ],
 )
 def test_inputs_of_another_structure_are_refused(text: Any, message: str) -> None:
+    images, texts = batch(40)
+    with pytest.raises(InputError, match=message):
+        of_tokens().step()(images, torch.utils._pytree.tree_map(lambda _: texts, text))
+
+
+@functools.cache
+def of_tokens() -> StepPlan:
     module, (images, texts) = pair(), batch(40)
     towers = [module.image, lambda given: module.text(given["tokens"])]
-    plan = infcl_gen.plan_step(towers, [images, {"tokens": texts}], batch_size=40, memory="1GiB")
-    with pytest.raises(InputError, match=message):
-        plan.step()(images, torch.utils._pytree.tree_map(lambda _: texts, text))
+    return infcl_gen.plan_step(towers, [images, {"tokens": texts}], batch_size=40, memory="1GiB")
 
 
 class TestTowersWithoutValues:
@@ -413,7 +417,7 @@ class TestTowersWithoutValues:
     @functools.cache
     def planned(**options: Any) -> StepPlan:
         with FakeTensorMode():
-            towers = [Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)]
+            towers = [Encoder(6, width=64, blocks=3), Encoder(6, width=32, blocks=4)]
         given: dict[str, Any] = {"batch_size": 4096, "device_profile": "h200", "memory": "1GiB"}
         return infcl_gen.plan_step(towers, batch(16, dtype=torch.float32), **given | options)
 
