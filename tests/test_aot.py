@@ -16,6 +16,7 @@ from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.verification.aot import SHARED_BYTES, Kernels
 from tests.compiled import resources
 from tests.emission.golden import FOLDER, GOLDEN, golden_files
+from tests.tiers import nightly
 
 pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,10 @@ def test_clip_planned_for_each_architecture(target: str, tmp_path: Path) -> None
     check(resources(package, target), package, target)
 
 
-@pytest.mark.parametrize(("dim", "flags"), [(40, {}), (72, {}), (72, {"loss": "infonce"}), (40, {"dtype": "fp32"})])
+KEYS_READ_ONCE = [(40, {}), (72, {}), (72, {"loss": "infonce"}), (40, {"dtype": "fp32"})]
+
+
+@pytest.mark.parametrize(("dim", "flags"), nightly(KEYS_READ_ONCE, KEYS_READ_ONCE[2:]))
 def test_forwards_that_read_their_keys_once(dim: int, flags: dict[str, str], tmp_path: Path) -> None:
     """Also where rows are no multiples of 16 elements, as Triton takes them to be on its own."""
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200", **flags)
@@ -84,7 +88,10 @@ def test_forwards_that_read_their_keys_once(dim: int, flags: dict[str, str], tmp
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize(("loss", "dim"), [("ntxent", 40), ("ntxent", 96), ("ntxent", 768), ("dcl", 96), ("dcl", 768)])
+TRIANGLES = [("ntxent", 40), ("ntxent", 96), ("ntxent", 768), ("dcl", 96), ("dcl", 768)]
+
+
+@pytest.mark.parametrize(("loss", "dim"), nightly(TRIANGLES, [("ntxent", 40), ("dcl", 768)]))
 def test_kernels_of_a_triangle(loss: str, dim: int, tmp_path: Path) -> None:
     """On the diagonal and above it; those of gradients are clip's, but for rows with weights."""
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
@@ -100,7 +107,7 @@ def test_kernels_of_partners(tmp_path: Path) -> None:
     check(resources(package, "sm_90", "partners", "combine"), package, "sm_90", "partners", "combine")
 
 
-@pytest.mark.parametrize("dim", [40, 768])
+@pytest.mark.parametrize("dim", nightly([40, 768], [40]))
 def test_kernels_of_rows_in_pairs(dim: int, tmp_path: Path) -> None:
     """At D = 40 one block spans the features, which the forward reads in each step."""
     package = infcl_gen.generate(
@@ -110,7 +117,10 @@ def test_kernels_of_rows_in_pairs(dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize(("loss", "dim"), [("mil_nce", 96), ("mil_nce", 768), ("mil_nce_multi", 768)])
+COLUMNS = [("mil_nce", 96), ("mil_nce", 768), ("mil_nce_multi", 768)]
+
+
+@pytest.mark.parametrize(("loss", "dim"), nightly(COLUMNS, [("mil_nce", 96), ("mil_nce_multi", 768)]))
 def test_kernels_of_columns(loss: str, dim: int, tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
     kernels = ("forward", "forward_wide", "combine", "gradient")
@@ -118,7 +128,7 @@ def test_kernels_of_columns(loss: str, dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("dim", [96, 768])
+@pytest.mark.parametrize("dim", nightly([96, 768], [768]))
 def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss="hard_negative", **how)
@@ -126,10 +136,10 @@ def test_kernels_of_two_sums(dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize(
-    ("loss", "dim"),
-    [("distill", 96), ("distill", 768), ("gist", 96), ("gist", 768), ("distill_clip", 200), ("distill_clip", 768)],
-)
+GUIDED = [("distill", 96), ("distill", 768), ("gist", 96), ("gist", 768), ("distill_clip", 200), ("distill_clip", 768)]
+
+
+@pytest.mark.parametrize(("loss", "dim"), nightly(GUIDED, [("distill", 768), ("gist", 96), ("distill_clip", 200)]))
 def test_kernels_with_a_guide(loss: str, dim: int, tmp_path: Path) -> None:
     how = {"batch_size": "64k", "dim": dim, "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, **how)
@@ -138,10 +148,10 @@ def test_kernels_with_a_guide(loss: str, dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize(
-    ("loss", "dim"),
-    [("supcon_out", 96), ("supcon_in", 40), ("supcon_in", 768), ("infonce_out", 768), ("infonce_in", 96)],
-)
+SEVERAL = [("supcon_out", 96), ("supcon_in", 40), ("supcon_in", 768), ("infonce_out", 768), ("infonce_in", 96)]
+
+
+@pytest.mark.parametrize(("loss", "dim"), nightly(SEVERAL, [SEVERAL[0], SEVERAL[2], SEVERAL[4]]))
 def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path) -> None:
     """Tiles are those of other losses, but for gradients of a rectangle's rows."""
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
@@ -178,7 +188,7 @@ def test_kernels_of_prefixes(loss: str, prefixes: list[int], renormalise: bool, 
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("loss", ["supcon_in", "infonce_out", "distill"])
+@pytest.mark.parametrize("loss", nightly(["supcon_in", "infonce_out", "distill"], ["supcon_in", "distill"]))
 def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
     how = {"dtype": "fp32", "precision": "exact", "device_profile": "h200"}
     package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=96, **how)
@@ -200,7 +210,7 @@ def test_a_spill_is_known_of_one_version_only(kernel: str, target: str, dim: int
     assert allowed_spill(kernel, target, dim, version) == spill
 
 
-@pytest.mark.parametrize("dim", [144, 200])
+@pytest.mark.parametrize("dim", nightly([144, 200], [200]))
 def test_kernels_for_hopper(dim: int, tmp_path: Path) -> None:
     """Gluon's: within shared memory and without spills; for no other target."""
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200")
@@ -210,7 +220,7 @@ def test_kernels_for_hopper(dim: int, tmp_path: Path) -> None:
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("dim", [40, 128])
+@pytest.mark.parametrize("dim", nightly([40, 128], [128]))
 def test_fused_programs_that_blackwell_computes_again(dim: int, tmp_path: Path) -> None:
     package = infcl_gen.generate(
         output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="b200", settings=(("strategy", "fused"),)
@@ -219,14 +229,14 @@ def test_fused_programs_that_blackwell_computes_again(dim: int, tmp_path: Path) 
     check(resources(package, "sm_100", *kernels), package, "sm_100", *kernels)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", nightly(["sm_90", "gfx942"], ["sm_90"]))
 def test_gradients_that_get_the_mean_of_all_logits(target: str, tmp_path: Path) -> None:
     loss = f"{ROOT / 'tests' / 'kernels' / 'losses.py'}:smooth_rince"
     package = clip(tmp_path, target, loss=loss, settings=(("strategy", "panel"),))
     check(resources(package, target, "finish", "combine"), package, target, "finish", "combine")
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", nightly(["sm_90", "gfx942"], ["gfx942"]))
 def test_what_a_gather_adds_up(target: str, tmp_path: Path) -> None:
     package = clip(tmp_path, target, devices=4, settings=(("transport", "gather"),))
     check(resources(package, target, "merge_ranks"), package, target, "merge_ranks")
@@ -240,7 +250,7 @@ def test_tiles_that_a_stash_stores(target: str, tmp_path: Path) -> None:
     check(resources(package, target, *kernels), package, target, *kernels)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
+@pytest.mark.parametrize("target", nightly(["sm_90", "sm_80", "gfx942"], ["sm_90", "gfx942"]))
 def test_a_row_of_panels(target: str, tmp_path: Path) -> None:
     package = clip(tmp_path, target, loss="infonce", settings=(("strategy", "rows"),))
     kernels = ("row_references", "forward", "shares", "row_positives", "weighted_queries", "weighted_sums", "rescale")

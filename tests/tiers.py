@@ -6,9 +6,11 @@ CI takes each value at least once, of lists `in_pairs` any two values together; 
 
 Beyond that the nightly tier alone
 - draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
-- runs every ragged size of `panel` and `fused` between guard bands, CI every other one of `fused`,
-- runs thirteen sizes of each other package and every one of the CPU target; CI four, and thirteen of four packages,
-- compiles every kernel ahead of time (2 minutes); CI those of which tests/compiled.json does not know what they take,
+- runs every ragged size of `panel` and `fused` between guard bands, CI every fourth of `fused`,
+- runs thirteen sizes of each other package and every one of the CPU target; CI three, and seven of four packages,
+- plants every bug of a package's kernels; CI one or more in each function that has one, and of each check and strategy,
+- compiles every kernel ahead of time (2 minutes); CI, of one or two dimensions of a loss, those of which
+  tests/compiled.json does not know what they take,
 - judges the legality of all that the tuner proposes; CI judges a tenth,
 - takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
   and the kernels of four,
@@ -18,16 +20,16 @@ Beyond that the nightly tier alone
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
-- puts NaN and both infinities into the features of each package; CI all three into one of each strategy, two into
-  the others,
+- puts NaN and both infinities into both sides' features of each package; CI of one, in others NaN into one side and
+  an infinity into the other,
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and
   NaN into the bias,
 - calls rings of kernels again, of the same sizes and of others; CI those of three losses,
 - checks operators under no_grad and with each side frozen for every loss; CI for clip,
 - meets five distributions of rows in every half ring; CI in those of one loss, and one or more for each of the others,
-- draws 50 to 3 000 examples of a property where CI draws 2 to 30,
+- draws 50 to 3 000 examples of a property where CI draws 1 to 30,
 - judges eight planned packages under the interpreter by seven examples each, CI by three,
-- runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at three and in one,
+- runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one,
 - runs `rows` over one to three ranks in five batches, CI over two and three in one each,
 - plans under three further hash seeds and generates the golden packages under four, CI under one,
 - compiles four candidates of the tuner for the target (4 s each), CI three,

@@ -138,7 +138,7 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
     schedule, runtime = package._schedule, importlib.import_module(f"{package.__name__}._runtime.warmup")
     # Of rows that are keys of each other, and of pairs, 64 are rehearsed, which lie in one panel, on the diagonal.
     several = package._package.traits.triangle or package._package.traits.pairs
-    rows = 256 + 64 if several else 70
+    rows = 128 + 64 if several else 70
     case = Case(rows, rows, made.dim, made.dtype, 14.3, seed=1)
     inputs = inputs_of(package, case, device)
     one, zero = (torch.tensor(number, device=device) for number in (14.3, 0.0))
@@ -162,7 +162,7 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
     for gradients in sorted(
         {bits & package._package.gradients for bits in (0b1111, 0b1110, 0b1101, 0b1100, 0b0011, 0)}
     ):
-        with mock.patch.object(runtime, "ROWS", 0 if several else runtime.ROWS):
+        with mock.patch.multiple(runtime, **({"ROWS": 0, "LARGEST_TILE": 128} if several else {"ROWS": runtime.ROWS})):
             noted = runtime.rehearsed(package._package, call, gradients)
         made_launches.clear()
         leaves = [

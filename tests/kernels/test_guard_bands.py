@@ -7,11 +7,12 @@ import pytest
 from tests.kernels import checks
 from tests.kernels.packages import Made
 from tests.kernels.worker import Interpreter
-from tests.tiers import LONG
+from tests.tiers import LONG, nightly
 
 # Around the edges of tiles, whose sides are 32 and 64.
 EDGES = (1, 31, 32, 33, 63, 64, 65, 95, 97, 127, 128, 129, 130)
-FEW = EDGES if LONG else (1, 33, 64, 101)  # one row, more than a tile, a whole panel, and two of either side
+AROUND = EDGES if LONG else (1, 31, 33, 63, 64, 97, 129)
+FEW = EDGES if LONG else (1, 64, 101)  # one row, a whole panel, and two of either side
 PACKAGES = {
     "panel": Made("panel"),
     "panel, pointers": Made("panel", "infonce", "fp16", settings=(("descriptors", "off"),)),
@@ -53,20 +54,25 @@ PACKAGES = {
 }
 EVERY = ("panel", "fused") if LONG else ("fused",)
 AROUND_EDGES = ("panel", "pairs", "triangle", "stash")  # a package of each strategy and of each way to finish
+# Left to the nightly tier: their kernels are those of others in fp32, or through pointers.
+REPEATED = ("triangle, fp32", "columns of ids, fp32", "guide, fp32", "pairs, pointers", "two sums, fp32")
 
 
 @pytest.mark.parametrize("first", [1, 14, 27, 40, 53, 66, 79, 92, 105, 118])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_ragged_size(interpreted: Interpreter, name: str, first: int) -> None:
-    """Of one side: where the loss allows it the keys run down while the queries run up. The nightly tier takes every
-    size of both sides, CI every other one of the queries, beside which the keys have the rest."""
-    sizes = [n for n in range(first, first + 13) if LONG or n % 2]
+    """Of one side: where the loss allows it the keys run down while the queries run up.
+
+    The nightly tier takes every size of both sides. CI takes every fourth of the queries, which from 67 on lie one
+    below a whole tile, and the keys have the rest.
+    """
+    sizes = [n for n in range(first, first + 13) if LONG or n % 4 == (1 if n < 67 else 3)]
     interpreted(checks.guarded, PACKAGES[name], [(n, 131 - n) for n in sizes], 14.3, "cpu", 3)
 
 
-@pytest.mark.parametrize("name", sorted(set(PACKAGES) - set(EVERY)))
+@pytest.mark.parametrize("name", nightly(OTHERS := sorted(set(PACKAGES) - set(EVERY)), set(OTHERS) - set(REPEATED)))
 def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> None:
-    sizes = EDGES if name in AROUND_EDGES else FEW
+    sizes = AROUND if name in AROUND_EDGES else FEW
     interpreted(checks.guarded, PACKAGES[name], [(n, (n * 37) % 131) for n in sizes], 14.3, "cpu", 3)
 
 

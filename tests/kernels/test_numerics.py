@@ -30,7 +30,7 @@ ROWS = (1, 63, 64, 65, 100, 127, 129)
 
 
 def rotated(values: Sequence[Any], strategy: str, loss: str) -> st.SearchStrategy[Any]:
-    """Draws the next value for each next loss: the same few choices of Hypothesis make other cases of each."""
+    """Draws the next value for each next loss: the same first choice of Hypothesis makes another case of each."""
     by = ACCURATE.index((strategy, loss)) % len(values)
     return st.sampled_from([*values[by:], *values[:by]])
 
@@ -50,13 +50,13 @@ def cases(strategy: str, loss: str) -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
         queries=rotated([*ROWS, 170], strategy, loss),
-        keys=rotated([*ROWS, 170], strategy, loss),
+        keys=rotated([170, *reversed(ROWS)], strategy, loss),
         dim=st.just(0),
         scale=rotated(SCALES, strategy, loss),
         bias=rotated(BIASES, strategy, loss),
         features=rotated(FEATURES, strategy, loss),
         layout=rotated(LAYOUTS, strategy, loss),
-        seed=st.integers(0, 2**31),
+        seed=rotated([0, 1], strategy, loss).flatmap(lambda odd: st.integers(odd, 2**31)),
     )
 
 
@@ -85,7 +85,7 @@ ACCURATE = [
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("strategy", "loss"), ACCURATE)
-@examples(ci=2, long=300)
+@examples(ci=1, long=300)
 @hypothesis.given(data=st.data())
 def test_as_accurate_as_the_dtypes_allow(
     interpreted: Interpreter, strategy: str, loss: str, data: st.DataObject
@@ -212,7 +212,7 @@ REPEATED_RANKS = [
     ("rows", "infonce", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
 ]  # fmt: skip
 # The schedule of calls, which no loss changes: the same sizes again, ranks without rows of all tensors, two ranks.
-CALLS_OF_CI = ("clip", "infonce", "ntxent")
+CALLS_OF_CI = (("panel", "clip"), ("fused", "clip"), ("panel", "ntxent"))  # a ring, a gather, and one of a triangle
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ CALLS_OF_CI = ("clip", "infonce", "ntxent")
 def test_over_ranks(interpreted: Interpreter, strategy: str, loss: str, dtype: str, transport: str) -> None:
     """Ranks with queries and no keys, and the reverse; sizes as before and others; several panels."""
     made = Made(strategy, loss, dtype, devices=4, settings=(("transport", transport),))
-    every = LONG or loss in CALLS_OF_CI
-    rows = [[130, 0, 10], [40, 0, 0], [40, 0, 0], [70, 10, 30]] if every else [[100, 10, 0]]
+    every = LONG or (strategy, loss) in CALLS_OF_CI
+    rows = [[130, 0, 10], [40, 0, 0], [40, 0, 0], [70, 10, 30]] if every else [[70, 10, 0]]
     interpreted(checks.over_ranks, made, 3, rows)
     if every and (transport == "ring" or loss == "ntxent"):  # of a triangle both ranks share the same pairs
         interpreted(checks.over_ranks, made, 2, [[30, 70], [0, 100]], False)
@@ -313,7 +313,8 @@ REPEATED_SELFTESTS = [
     ("panel", "siglip", "bf16"), ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"),
     ("panel", "four_block", "bf16"), ("panel", "supcon_out", "bf16"), ("panel", "distill", "bf16"),
     ("panel", "mil_nce", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"),
-    ("rows", "infonce", "bf16"), ("panel", "smooth_clip", "fp32"),
+    ("rows", "infonce", "bf16"), ("panel", "smooth_clip", "fp32"), ("panel", "clip_without_ids", "bf16"),
+    ("panel", "infonce_in", "bf16"), ("panel", "gist", "bf16"),
 ]  # fmt: skip
 
 

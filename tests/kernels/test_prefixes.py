@@ -35,7 +35,7 @@ def test_as_accurate_as_the_dtypes_allow(interpreted: Interpreter, name: str, dr
 @BOTH
 def test_ragged_sizes_amid_nan(interpreted: Interpreter, made: Made) -> None:
     """Also where rows differ by more than a tile's one exponential can hold."""
-    sizes = (1, 31, 64, 97, 130) if LONG else (1, 64, 101)
+    sizes = (1, 31, 64, 97, 130) if LONG else (1, 101)
     interpreted(checks.guarded, made, [(n, (n * 37) % 131) for n in sizes], 14.3, "cpu", 3)
     interpreted(checks.guarded, made, [(70, 45)], 1000.0)
 
@@ -51,19 +51,15 @@ def test_frozen_sides(interpreted: Interpreter, name: str) -> None:
     interpreted(checks.frozen_sides, ALL[name])
 
 
-@pytest.mark.parametrize(
-    ("loss", "transport"),
-    [
-        ("clip", "ring"),
-        ("clip", "gather"),
-        ("infonce", "ring"),
-        ("clip_cosines", "ring"),
-        ("infonce_cosines", "gather"),
-    ],
-)
+RANKS = [
+    ("clip", "ring"), ("clip", "gather"), ("infonce", "ring"), ("clip_cosines", "ring"), ("infonce_cosines", "gather"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "transport"), nightly(RANKS, [RANKS[1], RANKS[3], RANKS[4]]))
 def test_over_ranks(interpreted: Interpreter, loss: str, transport: str) -> None:
     made = Made("panel", f"{loss}_prefixes", dim=48, devices=4, settings=(("transport", transport),))
-    interpreted(checks.over_ranks, made, 3, [[130, 0, 10], [40, 0, 0]] if LONG else [[100, 10, 0]])
+    interpreted(checks.over_ranks, made, 3, [[130, 0, 10], [40, 0, 0]] if LONG else [[70, 10, 0]])
 
 
 @pytest.mark.parametrize("loss", nightly(["clip_prefixes", "clip_cosines_prefixes"], ["clip_cosines_prefixes"]))
