@@ -8,7 +8,8 @@ Beyond that the nightly tier alone
 - draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
 - runs every ragged size of `panel` and `fused` between guard bands, CI every fourth of `fused`,
 - runs thirteen sizes of each other package and every one of the CPU target; CI three, and seven of four packages,
-- plants every bug of a package's kernels; CI one or more in each function that has one, and of each check and strategy,
+- runs the check of every planted bug; CI of one in each function of kernels and schedule that has any, and of each
+  check in each strategy,
 - compiles every kernel ahead of time (2 minutes); CI, of one or two dimensions of a loss, those of which
   tests/compiled.json does not know what they take,
 - judges the legality of all that the tuner proposes; CI judges a tenth,
