@@ -25,7 +25,7 @@ Beyond that the nightly tier alone
   an infinity into the other,
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and
   NaN into the bias,
-- calls rings of kernels again, of the same sizes and of others; CI those of three losses,
+- calls rings of kernels again, of the same sizes and of others; CI those of three packages,
 - checks operators under no_grad and with each side frozen for every loss; CI for clip,
 - meets five distributions of rows in every half ring; CI in those of one loss, and one or more for each of the others,
 - draws 50 to 3 000 examples of a property where CI draws 1 to 30,
