@@ -127,14 +127,14 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_planning_and_emission_import_neither_torch_nor_triton() -> None:
+def test_planning_and_emission_import_neither_torch_nor_triton_nor_numpy() -> None:
     done = run_python(
         "import sys\n"
         "import infcl_gen, infcl_gen.emission as emission\n"
         "from infcl_gen.inputs.problem import make_problem\n"
         "for profile in ('cpu', 'h200'):\n"
         "    emission.build(make_problem(batch_size=1024, dim=64, device_profile=profile))\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'triton'}))\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'triton', 'numpy'}))\n"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
