@@ -14,7 +14,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,9 +25,10 @@ import torch
 from torch import Tensor
 
 from infcl_gen.runtime.group import PROTOCOL
+from tests.tiers import combined
 
 from . import ring_worker
-from .pool import Packages, Pool, assert_equal, average, backends, need, results
+from .pool import BACKENDS, Packages, Pool, assert_equal, average, backends, need, results
 
 TIMEOUT_S = 4.0  # gloo connects 4 processes within it, on 2 busy cores
 CONNECT_S = 60.0  # of NCCL's first connections, and of a process's first step; on busy GPUs they took more than 4 s
@@ -56,49 +58,63 @@ def folder(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Path:
     return folder_of(packages("clip")).parent
 
 
+class Place(NamedTuple):
+    """Who forms a ring, and which package it runs."""
+
+    backend: str
+    world: int
+    package: str = "clip"
+
+
 class Pools:
-    """Processes for rings of 2 and 4, started on first use and again after a failure that they did not survive."""
+    """Processes for each place, started on first use and again after a failure that they did not survive."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pools: dict[tuple[str, int], Pool] = {}
+        self._pools: dict[Place, Pool] = {}
 
-    def get(self, backend: str, world: int) -> Pool:
-        need(backend, world)
-        key = (backend, world if backend.startswith("nccl") else 4)
-        pool = self._pools.get(key)
+    def get(self, place: Place) -> Pool:
+        need(place.backend, place.world)
+        pool = self._pools.get(place)
         if pool is None or pool.lost or not all(process.is_alive() for process in pool.processes):
-            self.drop(*key)
-            pool = self._pools[key] = Pool(key[1], self._folder, backend=backend, groups=())
+            self.drop(place)
+            pool = self._pools[place] = Pool(place.world, self._folder, backend=place.backend, groups=())
         return pool
 
-    def drop(self, backend: str, world: int) -> None:
+    def drop(self, place: Place) -> None:
         """The transfers of these processes may never end."""
-        pool = self._pools.pop((backend, world), None)
+        pool = self._pools.pop(place, None)
         if pool is not None:
             pool.close()
 
-    @contextlib.contextmanager
-    def fresh(self, backend: str, world: int) -> Iterator[Pool]:
-        need(backend, world)
-        pool = Pool(world, self._folder, backend=backend, groups=())
-        try:
-            yield pool
-        finally:
-            pool.close()
+    def renew(self, place: Place) -> Pool:
+        """Processes of which no test knows."""
+        self.drop(place)
+        return self.get(place)
+
+
+Check = Callable[[Pool, Place], None]
+
+
+def side_by_side(get: Callable[[Place], Pool], places: Iterable[Place], check: Check) -> None:
+    """`check` in each place at once: most of its time it waits for a timeout."""
+    pools = [(get(place), place) for place in places]
+    with ThreadPoolExecutor(len(pools)) as threads:
+        for found in [threads.submit(check, *each) for each in pools]:
+            found.result()
 
 
 @pytest.fixture(scope="module")
 def pools(names: dict[str, str], folder: Path) -> Iterator[Pools]:
     pools = Pools(folder)
     yield pools
-    for key in list(pools._pools):
-        pools.drop(*key)
+    for place in list(pools._pools):
+        pools.drop(place)
 
 
 @pytest.fixture
 def pool(pools: Pools) -> Pool:
-    return pools.get("gloo", 4)
+    return pools.get(Place("gloo", 4))
 
 
 class Mismatch(NamedTuple):
@@ -182,8 +198,7 @@ MISMATCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", MISMATCHES)
+@pytest.mark.parametrize(("kind", "world"), combined(MISMATCHES, WORLDS))
 def test_mismatched_ranks_raise_everywhere_before_the_first_hop(
     pool: Pool, names: dict[str, str], kind: str, world: int
 ) -> None:
@@ -325,10 +340,10 @@ def grace_s(backend: str) -> float:
     return GRACE_S[backend.partition("-")[0]]
 
 
-def assert_told(
-    answer: Any, backend: str, rank: int, world: int, victim: int, failure: Failure, gather: bool = False
-) -> None:
+def assert_told(answer: Any, place: Place, rank: int, failure: Failure) -> None:
     """A survivor's answer: an error in time, which names phase, hop and peers."""
+    backend, world, package = place
+    victim = VICTIM[world]
     ((error, text, seconds, found),) = results([answer])
     assert error in ("RuntimeError", "DistBackendError") and not found, answer
     assert seconds <= TIMEOUT_S + grace_s(backend), answer
@@ -337,7 +352,7 @@ def assert_told(
         told = f"control exchange before {phase}: rank {rank} of {world} failed .* rank {victim} "
         assert re.match(told, text), answer
         return
-    if gather:
+    if package == "gather":
         # Whoever gives up first closes its connections: others may name it. Headers are looked at after the first work
         # of backward: they may not have left the victim.
         peer = rf"(?!{rank})\d"
@@ -375,16 +390,11 @@ def served(world: int, failure: Failure) -> tuple[int, ...]:
 
 
 def fail(
-    pool: Pool,
-    backend: str,
-    names: dict[str, str],
-    world: int,
-    failure: Failure,
-    package: str = "clip",
-    healthy: Sequence[list[Tensor]] = (),
+    pool: Pool, place: Place, names: dict[str, str], failure: Failure, healthy: Sequence[list[Tensor]] = ()
 ) -> Any:
     """Lets one rank fail, checks what the others say, and returns what it says itself. `healthy`: each
     rank's results without the failure."""
+    backend, world, package = place
     ranks, victim, failure = WORLDS[world], VICTIM[world], failure.over(world)
     start = time.monotonic()
     mark = Path(pool.logs.name, f"acted {start}")
@@ -409,56 +419,69 @@ def fail(
             assert_equal(answer[1][3], healthy[rank])
         elif backend == "nccl" and failure.past_comparing and answer[0] == "ok":
             # Ranks that share a GPU send through sockets, which may notice before the watchdog.
-            assert_told(answer, backend, rank, world, victim, failure)
+            assert_told(answer, place, rank, failure)
         elif backend == "nccl" and failure.past_comparing:
             assert_ended(pool, answer, rank, seconds)
         elif backend == "nccl" and failure.place == "forward" and "forward ring" not in str(answer[1]):
             # Noticed where calls are compared next.
-            assert_told(answer, backend, rank, world, victim, failure._replace(place="exchange", turn=1))
+            assert_told(answer, place, rank, failure._replace(place="exchange", turn=1))
         else:
-            assert_told(answer, backend, rank, world, victim, failure, package == "gather")
+            assert_told(answer, place, rank, failure)
     return last
 
 
 def places(*names: str) -> list[Any]:
-    """(backend, world); once is enough for a control group beside gloo. A process of the GPU suite keeps its rings, and
-    tries those of one size in turn: on GPUs that many share, a ring takes longer to connect than TIMEOUT_S."""
-    return [
-        pytest.param(
-            name, world, marks=[*backend.marks, pytest.mark.xdist_group(f"{name.removesuffix('-waiting')}-{world}")]
-        )
-        for name, backend in zip(names, backends(*names), strict=True)
-        for world in (WORLDS if name != "gloo-beside" else (4,))
-    ]
+    """Places of which a test checks some at once: all of gloo, and each of the GPU suite alone. A control group beside
+    gloo is of four ranks only. A process of the GPU suite keeps its rings, and tries those of one size in turn: on GPUs
+    that many share, a ring takes longer to connect than TIMEOUT_S."""
+    found = [Place(name, world) for name in names for world in (WORLDS if name != "gloo-beside" else (4,))]
+    apart = [place for place in found if BACKENDS[place.backend].name == "nccl"]
+    together = [pytest.param([place for place in found if place not in apart], id="gloo")]
+    for place in apart:
+        group = f"{place.backend.removesuffix('-waiting')}-{place.world}"
+        marks = [pytest.mark.gpu, pytest.mark.xdist_group(group)]
+        together.append(pytest.param([place], id=f"{place.backend}-{place.world}", marks=marks))
+    return together
 
 
 def where(failures: dict[str, Failure]) -> list[Any]:
-    """(kind, package, backend, world): in exchanges the host waits on all backends; a gather's are those of a ring."""
-    exchange, hop = places("gloo", "gloo-beside", "nccl"), places("gloo", "nccl", "nccl-waiting")
-    found = [
-        pytest.param(kind, "clip", *place.values, marks=place.marks)
-        for kind, failure in failures.items()
-        for place in (exchange if failure.place == "exchange" else hop)
-    ]
-    return found + [
-        pytest.param(kind, "gather", "gloo", 4) for kind, failure in failures.items() if failure.place != "exchange"
-    ]
+    """(kind, places): in exchanges the host waits on all backends; a gather's are those of a ring."""
+    found = []
+    for kind, failure in failures.items():
+        in_exchange = failure.place == "exchange"
+        of_gloo, *others = places(
+            *(("gloo", "gloo-beside", "nccl") if in_exchange else ("gloo", "nccl", "nccl-waiting"))
+        )
+        of_gloo.values[0].extend([] if in_exchange else [Place("gloo", 4, "gather")])
+        found += [
+            pytest.param(kind, *each.values, id=f"{kind}-{each.id}", marks=each.marks) for each in (of_gloo, *others)
+        ]
+    return found
 
 
-@pytest.mark.parametrize(("kind", "package", "backend", "world"), where(SURVIVED))
+@pytest.mark.parametrize(("kind", "rings"), where(SURVIVED))
 def test_a_stalled_or_failing_rank_is_an_error_in_time(
-    pools: Pools, names: dict[str, str], kind: str, package: str, backend: str, world: int
+    pools: Pools, names: dict[str, str], kind: str, rings: list[Place]
 ) -> None:
-    victim, failure = VICTIM[world], SURVIVED[kind].over(world)
-    pool = pools.get(backend, world)
-    healthy = renewed(pool, WORLDS[world], worked=before(backend, names))
-    try:
-        last = fail(pool, backend, names, world, failure, package, healthy)
-    finally:
-        log = pool.log(victim)
-        if backend == "nccl" and failure.place != "exchange":
-            pools.drop(backend, world)
-    gone = backend == "nccl" and failure.past_comparing and failure.act != "raise"
+    def check(pool: Pool, place: Place) -> None:
+        backend, world, _ = place
+        victim, failure = VICTIM[world], SURVIVED[kind].over(world)
+        healthy = renewed(pool, WORLDS[world], worked=before(backend, names))
+        try:
+            last = fail(pool, place, names, failure, healthy)
+        finally:
+            log = pool.log(victim)
+            if backend == "nccl" and failure.place != "exchange":
+                pools.drop(place)
+        assert_woken(last, log, place, failure, healthy)
+
+    side_by_side(pools.get, rings, check)
+
+
+def assert_woken(last: Any, log: str, place: Place, failure: Failure, healthy: Sequence[list[Tensor]]) -> None:
+    """What a rank says itself that has stalled or failed."""
+    backend, world, _ = place
+    victim, gone = VICTIM[world], backend == "nccl" and failure.past_comparing and failure.act != "raise"
     if gone and last == ("dead", ""):  # like the others: its transfers have no one to go to
         return
     if backend == "nccl" and failure in LEFT_ALONE and last == ("dead", ""):
@@ -489,12 +512,12 @@ def test_an_exception_near_the_end_leaves_errors_or_right_results(
     or not. In the last hop all has been sent, but gloo may drop what nobody waits for any more."""
     ranks, failure = WORLDS[4], Failure("raise", "backward", hop)
     arguments = {"package": names["clip"], "ranks": ranks}
-    pool = pools.get(backend, 4)
+    pool = pools.get(Place(backend, 4))
     healthy = renewed(pool, ranks, worked=names["clip"])
     answers = pool.run("struggle", ranks, victim=2, **failure._asdict(), **arguments)
     told = () if hop == 3 else (1, 3) if backend == "gloo" else (1,)
     for rank in told:
-        assert_told(answers[rank], backend, rank, 4, 2, failure)
+        assert_told(answers[rank], Place(backend, 4), rank, failure)
     for rank in {0, 1, 3} - set(told):
         error, text, _, found = answers[rank][1]
         assert error == "RuntimeError" and "backward ring, hop 3 of 4" in text if error else found, answers
@@ -502,87 +525,97 @@ def test_an_exception_near_the_end_leaves_errors_or_right_results(
             assert_equal(found, healthy[rank])
 
 
-@pytest.mark.parametrize(("kind", "package", "backend", "world"), where(KILLED))
-def test_a_killed_rank_is_an_error_in_time(
-    pools: Pools, names: dict[str, str], kind: str, package: str, backend: str, world: int
-) -> None:
-    with pools.fresh(backend, world) as pool:
-        healthy = renewed(pool, WORLDS[world], worked=before(backend, names))
-        assert fail(pool, backend, names, world, KILLED[kind], package, healthy) == ("dead", "")
+@pytest.mark.parametrize(("kind", "rings"), where(KILLED))
+def test_a_killed_rank_is_an_error_in_time(pools: Pools, names: dict[str, str], kind: str, rings: list[Place]) -> None:
+    def check(pool: Pool, place: Place) -> None:
+        healthy = renewed(pool, WORLDS[place.world], worked=before(place.backend, names))
+        assert fail(pool, place, names, KILLED[kind], healthy) == ("dead", "")
+
+    side_by_side(pools.renew, rings, check)
 
 
-@pytest.mark.parametrize(("backend", "world"), places("gloo", "gloo-beside", "nccl"))
-def test_a_rank_that_has_left_is_named(pools: Pools, names: dict[str, str], backend: str, world: int) -> None:
-    ranks, victim = WORLDS[world], VICTIM[world]
-    with pools.fresh(backend, world) as pool:
-        renewed(pool, ranks, worked=before(backend, names))
+@pytest.mark.parametrize("rings", places("gloo", "gloo-beside", "nccl"))
+def test_a_rank_that_has_left_is_named(pools: Pools, names: dict[str, str], rings: list[Place]) -> None:
+    def check(pool: Pool, place: Place) -> None:
+        ranks, victim = WORLDS[place.world], VICTIM[place.world]
+        renewed(pool, ranks, worked=before(place.backend, names))
         pool.pipes[victim].send(None)
         pool.processes[victim].join()
-        rest = tuple(rank for rank in ranks if rank != victim)
-        answers = pool.run("struggle", rest, package=names["clip"], ranks=ranks)
-        for rank, answer in zip(rest, answers, strict=True):
-            assert_told(answer, backend, rank, world, victim, Failure("", "exchange", 0))
+        assert_missed(pool, place, names)
+
+    side_by_side(pools.renew, rings, check)
 
 
-@pytest.mark.parametrize(("backend", "world"), places("gloo", "gloo-beside", "nccl"))
-def test_a_rank_that_does_not_call_the_loss_is_named(
-    pools: Pools, names: dict[str, str], backend: str, world: int
-) -> None:
-    ranks, victim = WORLDS[world], VICTIM[world]
-    pool = pools.get(backend, world)
-    renewed(pool, ranks, worked=before(backend, names))
+@pytest.mark.parametrize("rings", places("gloo", "gloo-beside", "nccl"))
+def test_a_rank_that_does_not_call_the_loss_is_named(pools: Pools, names: dict[str, str], rings: list[Place]) -> None:
+    def check(pool: Pool, place: Place) -> None:
+        renewed(pool, WORLDS[place.world], worked=before(place.backend, names))
+        assert_missed(pool, place, names)
+
+    side_by_side(pools.get, rings, check)
+
+
+def assert_missed(pool: Pool, place: Place, names: dict[str, str]) -> None:
+    """Ranks that call the loss without the victim name it."""
+    ranks, victim = WORLDS[place.world], VICTIM[place.world]
     rest = tuple(rank for rank in ranks if rank != victim)
-    for rank, answer in zip(rest, pool.run("struggle", rest, package=names["clip"], ranks=ranks), strict=True):
-        assert_told(answer, backend, rank, world, victim, Failure("", "exchange", 0))
+    answers = pool.run("struggle", rest, package=names["clip"], ranks=ranks)
+    for rank, answer in zip(rest, answers, strict=True):
+        assert_told(answer, place, rank, Failure("", "exchange", 0))
 
 
-@pytest.mark.parametrize(("backend", "world"), places("gloo", "nccl"))
+@pytest.mark.parametrize("rings", places("gloo", "nccl"))
 def test_a_rank_with_a_smaller_group_is_named(
-    pools: Pools, packages: Packages, names: dict[str, str], backend: str, world: int
+    pools: Pools, packages: Packages, names: dict[str, str], rings: list[Place]
 ) -> None:
-    ranks, victim, smaller = WORLDS[world], VICTIM[world], SMALLER[world]
-    pool = pools.get(backend, world)
-    renewed(pool, ranks, smaller, worked=before(backend, names))
-    answers = pool.run("struggle", ranks, each={victim: {"ranks": smaller}}, package=names["clip"], ranks=ranks)
-    for rank in ranks:
-        if rank != victim:
-            assert_told(answers[rank], backend, rank, world, victim, Failure("", "exchange", 0))
-    ((error, text, seconds, found),) = results([answers[victim]])
-    if len(smaller) == 1:  # it has what it asked for
-        assert_equal(found, ring_worker.reference_gradients(packages("clip"), [4], [4], False))
-    else:
-        assert error == "RuntimeError" and "rank 2 of 3 failed waiting for rank 1 " in text, answers
-        assert seconds <= TIMEOUT_S + grace_s(backend)
+    truth = ring_worker.reference_gradients(packages("clip"), [4], [4], False)
+
+    def check(pool: Pool, place: Place) -> None:
+        backend, world, _ = place
+        ranks, victim, smaller = WORLDS[world], VICTIM[world], SMALLER[world]
+        renewed(pool, ranks, smaller, worked=before(backend, names))
+        answers = pool.run("struggle", ranks, each={victim: {"ranks": smaller}}, package=names["clip"], ranks=ranks)
+        for rank in ranks:
+            if rank != victim:
+                assert_told(answers[rank], place, rank, Failure("", "exchange", 0))
+        ((error, text, seconds, found),) = results([answers[victim]])
+        if len(smaller) == 1:  # it has what it asked for
+            assert_equal(found, truth)
+        else:
+            assert error == "RuntimeError" and "rank 2 of 3 failed waiting for rank 1 " in text, answers
+            assert seconds <= TIMEOUT_S + grace_s(backend)
+
+    side_by_side(pools.get, rings, check)
 
 
-@pytest.mark.parametrize(("backend", "world"), places("gloo", "nccl"))
-def test_a_rank_with_another_package_is_told_at_once(
-    pools: Pools, names: dict[str, str], backend: str, world: int
-) -> None:
-    ranks, victim = WORLDS[world], VICTIM[world]
-    pool = pools.get(backend, world)
-    renewed(pool, ranks, worked=before(backend, names))
-    answers = pool.run(
-        "struggle", ranks, each={victim: {"package": names["other"]}}, package=names["clip"], ranks=ranks
-    )
-    for error, text, seconds, found in results(answers):
-        assert error == "RuntimeError" and "package digest differs" in text and not found, answers
-        assert seconds <= grace_s(backend), answers
+@pytest.mark.parametrize("rings", places("gloo", "nccl"))
+def test_a_rank_with_another_package_is_told_at_once(pools: Pools, names: dict[str, str], rings: list[Place]) -> None:
+    def check(pool: Pool, place: Place) -> None:
+        ranks, other = WORLDS[place.world], {VICTIM[place.world]: {"package": names["other"]}}
+        renewed(pool, ranks, worked=before(place.backend, names))
+        answers = pool.run("struggle", ranks, each=other, package=names["clip"], ranks=ranks)
+        for error, text, seconds, found in results(answers):
+            assert error == "RuntimeError" and "package digest differs" in text and not found, answers
+            assert seconds <= grace_s(place.backend), answers
+
+    side_by_side(pools.get, rings, check)
 
 
-@pytest.mark.parametrize("place", ["exchange", "forward", "backward"])
-@pytest.mark.parametrize(("backend", "world"), places("gloo", "nccl"))
+@pytest.mark.parametrize("when", ["exchange", "forward", "backward"])
+@pytest.mark.parametrize("rings", places("gloo", "nccl"))
 def test_a_late_rank_changes_nothing(
-    pools: Pools, packages: Packages, names: dict[str, str], backend: str, place: str, world: int
+    pools: Pools, packages: Packages, names: dict[str, str], rings: list[Place], when: str
 ) -> None:
-    ranks, victim, rows = WORLDS[world], VICTIM[world], [4] * world
-    pool = pools.get(backend, world)
-    renewed(pool, ranks, worked=before(backend, names))
-    failure = Failure("sleep", place, 1).over(world)
-    late = failure._asdict() | {"victim": victim, "seconds": TIMEOUT_S / 3}
-    answers = results(pool.run("struggle", ranks, package=names["clip"], ranks=ranks, **late))
-    waited = set(ranks) - set(served(world, failure) if backend == "nccl" else ())
-    assert all(not error for error, *_ in answers), answers
-    assert all(answers[rank][2] >= TIMEOUT_S / 3 for rank in waited), answers
-    truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
-    assert_equal(average([found for *_, found in answers]), truth)
+    def check(pool: Pool, place: Place) -> None:
+        backend, world, _ = place
+        ranks, rows, failure = WORLDS[world], [4] * world, Failure("sleep", when, 1).over(world)
+        renewed(pool, ranks, worked=before(backend, names))
+        late = failure._asdict() | {"victim": VICTIM[world], "seconds": TIMEOUT_S / 3}
+        answers = results(pool.run("struggle", ranks, package=names["clip"], ranks=ranks, **late))
+        waited = set(ranks) - set(served(world, failure) if backend == "nccl" else ())
+        assert all(not error for error, *_ in answers), answers
+        assert all(answers[rank][2] >= TIMEOUT_S / 3 for rank in waited), answers
+        truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
+        assert_equal(average([found for *_, found in answers]), truth)
+
+    side_by_side(pools.get, rings, check)
