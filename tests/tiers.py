@@ -15,9 +15,10 @@ Beyond that the nightly tier alone
 - judges the legality of all that the tuner proposes; CI judges a tenth,
 - takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
   and the kernels of four,
-- draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside one fixed ring of 64,
+- draws rings in one process of up to 64 ranks (5 s each) and features of nine widths; CI up to 16 ranks and two
+  widths, beside one fixed ring of 32,
 - plans for 65 536 ranks, simulates 4 096 and measures what one of them allocates (30 s); CI goes up to 512. One rank of
-  4 096 goes through the whole runtime; in CI one of 1 024,
+  4 096 goes through the whole runtime; in CI one of 256,
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
@@ -26,13 +27,20 @@ Beyond that the nightly tier alone
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and
   NaN into the bias,
 - calls rings of kernels again, of the same sizes and of others; CI those of three packages,
-- checks operators under no_grad and with each side frozen for every loss; CI for clip,
-- meets five distributions of rows in every half ring; CI in those of one loss, and one or more for each of the others,
+- checks operators under no_grad and with each side frozen for every loss; CI for clip, and of others one case,
+- meets five distributions of rows in every half ring; CI in those of one loss, and one for each of the others,
+- plants each bug of a half ring in every way of sending; CI in one,
+- runs losses of one side, of several positives and of means over four to seven distributions of rows; CI over two
+  or three,
+- meets each ragged size on the CPU with three losses; CI with one,
+- lays each package out over gloo processes in every way; CI each package and each way once,
+- refuses each mismatch on two ranks and on four; CI on either,
 - draws 50 to 3 000 examples of a property where CI draws 1 to 30,
 - judges eight planned packages under the interpreter by seven examples each, CI by three,
 - runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one,
 - runs `rows` over one to three ranks in five batches, CI over two and three in one each,
-- plans under three further hash seeds and generates the golden packages under four, CI under one,
+- plans under three further hash seeds and generates the golden packages under four, CI under one; prints the
+  formulas of all losses under another hash seed, CI of a third,
 - compiles four candidates of the tuner for the target (4 s each), CI three,
 - interrupts tuning runs at twenty random moments (4 s each), CI one run, forked, as it runs candidates,
 - measures torch.compile by Inductor (20 s of g++) and trains under torchrun; CI by aot_eager, in forked processes,

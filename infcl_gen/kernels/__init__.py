@@ -20,7 +20,7 @@ To add a variant for other GPUs:
 3. `infcl-gen generate ... --device-profile NAME` with a profile of that architecture makes a package with it on any
    machine; `infcl-gen verify DIR --aot ARCH` compiles it.
 4. `python -m tests.emission.revisions` notes what it computes; `make golden` where a golden package has it.
-   tests/emission/revisions.py and tests/emission/test_launches.py list problems: add one that wants the variant.
+   tests/emission/revisions.py and tests/emission/test_templates.py list problems: add one that wants the variant.
 """
 
 from __future__ import annotations

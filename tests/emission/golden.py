@@ -6,6 +6,7 @@ loss.py, kernels.py, schedule.py), so that a change of the runtime does not touc
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
     print(COST_MODEL)
 
 
+@functools.cache
 def golden_files(name: str) -> dict[str, str]:
     """The text of every file of the whole package."""
     return build(make_problem(**GOLDEN[name]))

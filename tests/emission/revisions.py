@@ -11,7 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.emission import build, plan_problem
+from infcl_gen.emission import plan_problem
+from infcl_gen.emission.lower import lower
+from infcl_gen.emission.render import render
+from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.kernels import families
 from tests.emission.golden import GOLDEN
@@ -43,7 +46,8 @@ def current() -> dict[str, dict[str, Any]]:
     found: dict[str, Any] = {}
     for flags in PROBLEMS.values():
         problem = make_problem(**flags)
-        files, (plan, _) = build(problem), plan_problem(problem)
+        plan, derivation = plan_problem(problem)
+        files = render(lower(plan, derivation, resolve_cluster(problem).profile))
         for family in (family for family in families(plan) if family.revision):
             digest = found.setdefault(family.template, (family.revision, hashlib.sha256()))[1]
             for kernel in family.kernels(plan):

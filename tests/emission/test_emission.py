@@ -1,7 +1,7 @@
 """From a problem to text, and to an imported module: hostile text stays text, and the cache heals itself."""
 
 import ast
-import os
+import functools
 import re
 import shutil
 import subprocess
@@ -51,14 +51,16 @@ mine = LossSpec("mine", mean_over_queries(logsumexp_over_keys(scale * z) - posit
 
 def code_of(files: dict[str, str]) -> str:
     """Everything that runs: the syntax trees of all files without their string constants."""
-    trees = []
-    for path, text in sorted(files.items()):
-        tree = ast.parse(text, path)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                node.value = ""
-        trees.append(ast.dump(tree))
-    return "\n".join(trees)
+    return "\n".join(tree_of(path, text) for path, text in sorted(files.items()))
+
+
+@functools.cache  # most files are the same in each package
+def tree_of(path: str, text: str) -> str:
+    tree = ast.parse(text, path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = ""
+    return ast.dump(tree)
 
 
 @pytest.fixture(scope="module")
@@ -247,24 +249,20 @@ def test_cache_key_follows_tuning_records(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(keys) == 3
 
 
-def test_a_package_in_the_cache_is_found_without_sympy(tmp_path: Path) -> None:
+def test_a_package_in_the_cache_is_found_without_sympy() -> None:
     """Which takes half a second or more of a process's first call. Planted: a module that looks its loss up, or what
     its positives are where there are more keys than queries."""
-    code = (
-        "import sys, torch\n"
-        "from infcl_gen import ContrastiveLoss\n"
-        "ContrastiveLoss('infonce')(torch.ones(2, 16), torch.ones(6, 16), 1.0, labels='own')\n"
-        "unneeded = {'sympy', 'jinja2', 'infcl_gen.planning', 'infcl_gen.kernels', 'torch._dynamo'}\n"
-        "print(sorted(unneeded & set(sys.modules)))\n"
+    call = (
+        "import torch, infcl_gen\n"
+        "infcl_gen.ContrastiveLoss('infonce')(torch.ones(2, 16), torch.ones(6, 16), 1.0, labels='own')\n"
     )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
-            env={**os.environ, "INFCL_GEN_CACHE": str(tmp_path)},
-        ).stdout.strip()
-        for _ in range(2)
-    ]  # fmt: skip
-    assert "sympy" in found[0] and found[1] == "[]"
+    exec(call, {})
+    unneeded = {"sympy", "jinja2", "infcl_gen.planning", "infcl_gen.kernels"}
+    assert unneeded <= set(sys.modules)
+    code = f"{call}import sys\nprint(sorted({unneeded | {'torch._dynamo'}} & set(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert found.stdout.strip() == "[]"
 
 
 def test_cache_key_follows_the_generator_and_its_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

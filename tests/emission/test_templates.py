@@ -1,5 +1,9 @@
-"""Templates read as what they print: few tags, no arithmetic, plain names; what they print fits into 120 columns."""
+"""Templates read as what they print: few tags, no arithmetic, plain names; what they print fits into 120 columns.
 
+Launches give each kernel just the arguments that it takes: of those that no interpreter runs, too.
+"""
+
+import ast
 import re
 import subprocess
 import sys
@@ -11,6 +15,7 @@ import pytest
 from infcl_gen.emission import build
 from infcl_gen.files import template_folder
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.kernels import FAMILIES
 from tests.emission.golden import GOLDEN
 
 TEMPLATES = sorted(path for path in template_folder().rglob("*.jinja") if path.parent.name != "report")  # of packages
@@ -18,6 +23,7 @@ COMMENT_ON_TOP = re.compile(r"\A(\{#.*?#\}\s*)+", re.DOTALL)
 HOLE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 TAG = re.compile(r"\{%(.*?)%\}", re.DOTALL)
 WIDTH = 120
+OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 
 LOSSES = Path(__file__).parent.parent / "kernels" / "losses.py"
 WEIGHED = f"{LOSSES}:weighed_of_rows"
@@ -84,6 +90,15 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fp32 on cpu": {**H200, "device_profile": "cpu", "loss": "infonce", "dtype": "fp32"},
     "gather": {**H200, "devices": 4, "set": ["transport=gather"]},
 }
+# Whose launches alone are looked at: their formulas and notes take wider lines.
+LAUNCHED: dict[str, dict[str, Any]] = {
+    "fused in parts": {**H200, "batch_size": 8192, "dim": 96, "set": ["strategy=fused"]},
+    "two sums": {**H200, "loss": f"{LOSSES}:hard_keys", "dim": 768},
+    "two sums of a triangle, wide": {**H200, "loss": "hard_negative", "dim": 768},
+    "several, wide": {**H200, "loss": "infonce_in", "dim": 768},
+    "pairs": {**H200, "loss": "siglip"},
+    "pairs of halves": {**H200, "loss": "siglip", "dtype": "fp32"},
+}
 
 
 def text_of(template: Path) -> str:
@@ -107,10 +122,18 @@ def test_holes_are_names_and_not_computed(template: Path) -> None:
     assert not any(" if " in hole for hole in HOLE.findall(text))
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_what_is_printed_fits_and_holds_no_idle_name(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*PROBLEMS, *LAUNCHED])
+def test_what_is_printed(name: str, tmp_path: Path) -> None:
+    problem = {**PROBLEMS, **LAUNCHED}[name]
+    files = build(make_problem(**problem))
+    if name in PROBLEMS:
+        assert_tidy(files, tmp_path)
+    if problem["device_profile"] != "cpu":
+        assert_launched(files, name)
+
+
+def assert_tidy(files: dict[str, str], tmp_path: Path) -> None:
     """Lines of 120 columns at most; no import, variable or name that is undefined or not used in this very package."""
-    files = build(make_problem(**PROBLEMS[name]))
     printed = {path: text for path, text in files.items() if not path.startswith("_runtime/")}
     long = [f"{path}: {line}" for path, text in printed.items() for line in text.splitlines() if len(line) > WIDTH]
     assert not long, "\n".join(long)
@@ -121,3 +144,27 @@ def test_what_is_printed_fits_and_holds_no_idle_name(name: str, tmp_path: Path) 
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select=F", idle, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_launched(files: dict[str, str], name: str) -> None:
+    """Launches give each kernel just the arguments that it takes."""
+    taken = {
+        (module, function.name): [argument.arg for argument in function.args.args]
+        for module in {family.file.removesuffix(".py") for family in FAMILIES}
+        for function in ast.walk(ast.parse(files.get(f"{module}.py", "")))
+        if isinstance(function, ast.FunctionDef)
+    }
+    seen = set()
+    for call in ast.walk(ast.parse(files["schedule.py"])):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "launch":
+            kernel = call.args[0]
+            assert isinstance(kernel, ast.Attribute) and isinstance(kernel.value, ast.Name)
+            given = {keyword.arg for keyword in call.keywords} - OPTIONS
+            seen.add((kernel.value.id, kernel.attr))
+            names = taken[kernel.value.id, kernel.attr]
+            assert given == set(names), kernel.attr
+            assert names == sorted(names, key=str.isupper), kernel.attr  # constants last: `launch` gives them last
+    assert {("kernels", "pairs" if name.startswith("pairs") else "forward"), ("kernels", "finish")} <= seen
+    if name.startswith("hopper"):
+        variants = [module for module in ("hopper", "hopper_slabs") if (module, "gradient_hopper") in seen]
+        assert variants == [name.partition(" ")[0]]

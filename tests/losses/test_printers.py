@@ -1,5 +1,7 @@
 """Printed text means what the expression means, is the same under any hashing, and is refused where unknown."""
 
+import contextlib
+import io
 import math
 import os
 import subprocess
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from infcl_gen.losses import LossError, parse_formula, torch_code, triton_code
 from infcl_gen.losses.language import FUNCTIONS, bias, scale, sigmoid, softplus, tanh, z
 from infcl_gen.losses.printers import display, p, r, x
+from tests.tiers import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 numbers = st.one_of(
@@ -138,14 +141,11 @@ def test_text_does_not_depend_on_hashing() -> None:
     code = (
         "from infcl_gen.losses import *\n"
         "from tests.losses.specs import DERIVABLE\n"
-        "for name, spec in DERIVABLE.items():\n"
+        f"for spec in list(DERIVABLE.values())[:: {1 if LONG else 3}]:\n"
         "    print(loss_context(derive(spec)), latex_of(derive(spec)), spec_as_dict(spec))"
     )
-    texts = set()
-    for seed in ("0", "31337"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
-        texts.add(result.stdout)
-    assert len(texts) == 1 and texts.pop().strip()
+    with contextlib.redirect_stdout(io.StringIO()) as here:
+        exec(code, {})
+    environment = {**os.environ, "PYTHONHASHSEED": "31337", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == here.getvalue() and result.stdout.strip()

@@ -22,7 +22,7 @@ from infcl_gen.verification.properties import apart_from_thresholds, near_thresh
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
-from tests.runtime.test_triangle import DIM, features
+from tests.runtime.test_triangle import DIM, features, passes_its_selftest
 from tests.verification.dense import dense
 
 OWN = """
@@ -44,7 +44,7 @@ BARE = LossSpec("bare", mean_over_queries(logsumexp_over_keys(X, where=1 - NEAR)
 
 @functools.cache
 def package(dtype: str = "fp64", loss: str = "gist") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     return in_panels(infcl_gen.load(loss=loss, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
 
@@ -74,7 +74,7 @@ def test_as_accurate_as_the_dtypes_allow(dtype: str) -> None:
         module, given = package(dtype), inputs(rows, scale, dtype)
         judged = gate(module.loss_and_grads(*given[:4], **given.given), truth_of(module, given))
         assert not failures(judged), failures(judged)
-    assert package(dtype).selftest()["ok"]
+    assert passes_its_selftest(package(dtype))
 
 
 def test_a_guide_that_finds_nothing_nearer_leaves_infonce() -> None:

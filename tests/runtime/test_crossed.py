@@ -25,7 +25,7 @@ from infcl_gen.verification.worker import averaged
 from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
-from tests.runtime.test_triangle import DIM, features
+from tests.runtime.test_triangle import DIM, features, passes_its_selftest
 from tests.verification.dense import dense
 
 LOSSES = ("mil_nce", "weighed_by_column", "decoupled_clip")
@@ -41,7 +41,7 @@ BOTH = LossSpec("both", mean_over_queries((ROW + COLUMN) / 2 - positive(X)))
 
 @functools.cache
 def package(dtype: str = "fp64", loss: str = "mil_nce") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     loss = loss if loss in BUILTIN_LOSSES else f"{KERNELS}:{loss}"
     return in_panels(infcl_gen.load(loss=loss, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
@@ -72,7 +72,7 @@ def test_as_accurate_as_the_dtypes_allow(dtype: str) -> None:
         module, given = package(dtype, loss), inputs(22, scale, dtype)
         judged = gate(module.loss_and_grads(*given[:4]), truth_of(module, given))
         assert not failures(judged), failures(judged)
-    assert package(dtype).selftest()["ok"]
+    assert passes_its_selftest(package(dtype))
 
 
 def test_pairs_that_are_certain_have_gradients_to_the_last_digit() -> None:

@@ -21,7 +21,7 @@ from infcl_gen.verification.worker import averaged
 from tests.losses.specs import APART, DERIVABLE
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
-from tests.runtime.test_triangle import DIM, features
+from tests.runtime.test_triangle import DIM, features, passes_its_selftest
 from tests.tiers import combined, in_pairs
 from tests.verification.dense import dense
 
@@ -33,7 +33,7 @@ OWN_LOSSES = {"distill_apart": APART, "distill_capped": DERIVABLE["distill_cappe
 
 @functools.cache
 def package(dtype: str = "fp64", loss: str = "distill") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     spec = OWN_LOSSES.get(loss, loss)
     return in_panels(infcl_gen.load(loss=spec, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
@@ -75,7 +75,7 @@ def test_as_accurate_as_the_dtypes_allow(dtype: str, loss: str) -> None:
         module, given = package(dtype, loss), inputs(rows, factor, scale, dtype, rows if loss != "distill" else None)
         judged = gate(module.loss_and_grads(*given[:4], **given.given), truth_of(module, given))
         assert not failures(judged), failures(judged)
-    assert package(dtype, loss).selftest()["ok"]
+    assert passes_its_selftest(package(dtype, loss))
 
 
 def test_a_student_that_agrees_has_no_gradient_and_the_entropy_of_its_teacher() -> None:

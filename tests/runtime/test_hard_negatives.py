@@ -29,7 +29,7 @@ LOSS = "three_block_hard"
 
 @functools.cache
 def package(dtype: str = "fp64") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     return in_panels(infcl_gen.load(loss=LOSS, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
 

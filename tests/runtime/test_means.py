@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, inputs_of
 from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import Edit
+from tests.tiers import combined, in_pairs, nightly
 from tests.verification.dense import dense, dense_loss
 
 from .in_process import World
@@ -91,14 +91,11 @@ def test_a_side_that_was_planned_to_be_frozen(packages: Packages, loss: str, sid
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("loss", LOSSES[:2])
+@pytest.mark.parametrize(("loss", "dtype"), combined(LOSSES[:2], ["bf16", "fp16", "fp32"]))
 def test_as_accurate_as_the_dtypes_allow(packages: Packages, loss: str, dtype: str) -> None:
     """Also of keys that lie far from the origin, whose mean is all but each of them; and of a query and key alone."""
     package = packages(loss, dtype)
-    for features, scale, rows in itertools.product(
-        ("unit", "matched", "negative", "duplicate"), (1.0, 100.0), (1, 129)
-    ):
+    for features, scale, rows in in_pairs(("unit", "matched", "negative", "duplicate"), (1.0, 100.0), (1, 129)):
         inputs = inputs_of(package, Case(rows, rows, 8, dtype, scale, -1.0, features, seed=rows))
         judged = gate(package.loss_and_grads(*inputs[:4], labels=inputs.labels), truth_of(package, inputs))
         assert not failures(judged), f"{features}, {scale}, {rows}: {failures(judged)}"
@@ -189,7 +186,7 @@ def over_ranks(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_over_ranks(packages: Packages, loss: str, transport: str, keeps: bool) -> None:
     """Uneven ranks, ranks without queries, without keys, and without both."""
-    for shards in SHARDS:
+    for shards in nightly(SHARDS, SHARDS[2:]):
         over_ranks(packages(loss), loss, transport, keeps, shards)
 
 

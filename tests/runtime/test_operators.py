@@ -4,6 +4,7 @@ the features' dtype."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.emission import import_package
 from tests.kernels.planted import Edit
-from tests.tiers import LONG
+from tests.tiers import combined, nightly
 
 Packages = Callable[..., ModuleType]
 OPS = "_runtime/ops.py"
@@ -69,7 +70,6 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
 WIDE, NARROW = (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)
 # 0: called under no_grad, nothing is kept; then both sides, and one of them is frozen.
 WANTED = [(WIDE, 0), (WIDE, 0b1111), (WIDE, 0b1101), (NARROW, 0), (NARROW, 0b1111), (NARROW, 0b0110)]
-WANTED_OF_OTHERS = WANTED if LONG else [(WIDE, 0b1101), (NARROW, 0b1111)]  # of losses beside clip
 
 
 def operators_are_well_formed(package: ModuleType, cases: list[tuple[tuple[torch.dtype, ...], int]] = WANTED) -> None:
@@ -134,9 +134,16 @@ def test_operators(packages: Packages, check: str) -> None:
     CHECKS[check](packages("clip", dtype="bf16"))
 
 
-@pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids", "distill", "gist"])
-def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss: str) -> None:
-    operators_are_well_formed(packages(loss, dtype="bf16"), WANTED_OF_OTHERS)
+OTHERS = ("infonce", "siglip", "siglip_multi", "clip_ids", "distill", "gist")
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"), nightly(itertools.product(OTHERS, WANTED), combined(OTHERS, [WANTED[2], WANTED[4]]))
+)
+def test_operators_with_labels_and_ids_are_well_formed(
+    packages: Packages, loss: str, wanted: tuple[tuple[torch.dtype, ...], int]
+) -> None:
+    operators_are_well_formed(packages(loss, dtype="bf16"), [wanted])
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -101,7 +101,7 @@ def by_hand(name: str, x: Tensor, z: Tensor, given: dict[str, Tensor]) -> Tensor
 
 @functools.cache
 def package(name: str, dtype: str = "fp64") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     loss = dataclasses.replace(SPECS[name], name=name, reduction="none")
     return in_panels(infcl_gen.load(loss=loss, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 

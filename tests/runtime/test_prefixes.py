@@ -18,7 +18,7 @@ from infcl_gen.verification.oracle import Inputs, LossAndGrads
 from infcl_gen.verification.properties import Case, inputs_of
 from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import Edit
-from tests.tiers import combined, in_pairs
+from tests.tiers import combined, in_pairs, nightly
 
 from .in_process import World
 
@@ -153,7 +153,7 @@ def over_ranks(
 @pytest.mark.parametrize("loss", LOSSES)
 def test_over_ranks(packages: Packages, loss: str, transport: str, keeps: bool) -> None:
     """Uneven ranks, ranks without queries, without keys, and without both."""
-    for shards in SHARDS:
+    for shards in nightly(SHARDS, SHARDS[2:]):
         over_ranks(packages(loss), loss, transport, keeps, shards)
 
 

@@ -18,7 +18,7 @@ from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_sides import OWN
-from tests.runtime.test_triangle import DIM, features, in_panels
+from tests.runtime.test_triangle import DIM, features, in_panels, passes_its_selftest
 from tests.verification.dense import dense
 
 LOSSES = ("hard_keys", "squared_weights")
@@ -27,7 +27,7 @@ SCALES = (1e-3, 2.0, 14.3, 1000.0)
 
 @functools.cache
 def package(loss: str, dtype: str = "fp64") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     return in_panels(infcl_gen.load(loss=f"{OWN}:{loss}", batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
 
@@ -63,7 +63,7 @@ def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
         module, given = package(loss, dtype), inputs(loss, rows, scale, dtype)
         judged = gate(module.loss_and_grads(*given[:4], **given.given), truth_of(module, given))
         assert not failures(judged), failures(judged)
-    assert package(loss, dtype).selftest()["ok"]
+    assert passes_its_selftest(package(loss, dtype))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -21,7 +21,7 @@ from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
-from tests.runtime.test_triangle import DIM, features, in_panels, labels_of
+from tests.runtime.test_triangle import DIM, features, in_panels, labels_of, passes_its_selftest
 from tests.tiers import combined, in_pairs, nightly
 from tests.verification.dense import dense
 
@@ -34,7 +34,7 @@ OWN = Path(__file__).parent.parent / "kernels" / "losses.py"
 
 @functools.cache
 def package(loss: str, dtype: str = "fp64") -> ModuleType:
-    """In panels of four rows."""
+    """In panels of eight rows."""
     name = loss if loss in BUILTIN_LOSSES else f"{OWN}:{loss}"
     return in_panels(infcl_gen.load(loss=name, batch_size=64, dim=DIM, dtype=dtype, target="cpu"))
 
@@ -50,9 +50,9 @@ def as_defined(module: ModuleType, loss: str, rows: int, kind: str, scale: float
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=f"{loss}, {rows} rows: {name}")
 
 
-@pytest.mark.parametrize("scale", [1e-3, 2.0, 14.3, 1000.0])
-@pytest.mark.parametrize("kind", ["halves", "pairs", "any"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "kind", "scale"), in_pairs(LOSSES, ["halves", "pairs", "any"], [1e-3, 2.0, 14.3, 1000.0])
+)
 def test_it_is_the_formula_by_hand(loss: str, kind: str, scale: float) -> None:
     """Labels that are mutual and that are not; scale and bias where a term depends on them besides its logits."""
     for rows in (3, 6, 22):
@@ -69,7 +69,7 @@ def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
         module, inputs = package(loss, dtype), Inputs(features(rows, dtype), None, scale, -1.0, labels_of(rows, kind))
         judged = gate(module.loss_and_grads(*inputs[:4], labels=inputs.labels), truth_of(module, inputs))
         assert not failures(judged), failures(judged)
-    assert package(loss, dtype).selftest()["ok"]
+    assert passes_its_selftest(package(loss, dtype))
 
 
 def test_the_lower_bound_of_debiased_sums() -> None:
@@ -145,17 +145,18 @@ def over_ranks(module: ModuleType, loss: str, transport: str, shards: list[int],
 @pytest.mark.parametrize("loss", LOSSES)
 def test_over_ranks(loss: str, transport: str) -> None:
     """Uneven and empty ranks; rows whose positive is on another rank, and is not theirs."""
-    for shards in nightly(SHARDS, ([6, 0, 10], [1, 1], [1, 2, 3], [3, 0, 1, 2])):
+    for shards in nightly(SHARDS, ([6, 0, 10], [3, 0, 1, 2])):
         over_ranks(package(loss), loss, transport, shards, labels_of(sum(shards), "any"))
     over_ranks(package(loss), loss, transport, [6, 4, 2], labels_of(12, "pairs"))
 
 
-@pytest.mark.parametrize("rows", [[1, 2, 3], [7, 0, 4]], ids=str)
-@pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("loss", ["dcl", "dclw", "hard_negative"])
-def test_over_processes(over_processes: Callable[..., None], loss: str, transport: str, rows: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("loss", "transport", "rows"),
+    in_pairs(["dcl", "dclw", "hard_negative"], ["ring", "gather"], [(1, 2, 3), (7, 0, 4)]),
+)
+def test_over_processes(over_processes: Callable[..., None], loss: str, transport: str, rows: tuple[int, ...]) -> None:
     """On gloo, with labels of any row: the average of the ranks is the formula by hand."""
-    over_processes(loss, transport, rows, functools.partial(tensors, positives="label", one_sided=True))
+    over_processes(loss, transport, list(rows), functools.partial(tensors, positives="label", one_sided=True))
 
 
 def test_rows_have_numbers_of_their_own(tmp_path: Path) -> None:
