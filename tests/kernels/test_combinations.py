@@ -141,7 +141,7 @@ def judged(made: Made, seed: int, device: str = "cpu") -> None:
         assert error < allowed, f"{made.loss}, seed {seed}: of {what} off by {error:.1e}, not {allowed:.1e}"
 
 
-@pytest.mark.parametrize("name", NAMES if LONG else NAMES[:10])
+@pytest.mark.parametrize("name", NAMES if LONG else FIRST_AFFINE)
 def test_in_fp32(name: str) -> None:
     judged(Made("torch", name, "fp32", DIM), 1)
 

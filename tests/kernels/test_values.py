@@ -41,7 +41,8 @@ def test_not_finite_in_not_finite_out(interpreted: Interpreter, made: Made) -> N
 
 @pytest.mark.parametrize("made", EACH, ids=named)
 def test_the_same_bits_on_every_repeat(interpreted: Interpreter, made: Made) -> None:
-    interpreted(checks.repeatable, made, Case(100, 91, 0, scale=14.3, bias=-1.0, seed=1), 5 if LONG else 1)
+    """In CI autograd is the one repeat."""
+    interpreted(checks.repeatable, made, Case(100, 91, 0, scale=14.3, bias=-1.0, seed=1), 5 if LONG else 0)
 
 
 @pytest.mark.parametrize("made", CPU, ids=named)
