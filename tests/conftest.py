@@ -36,7 +36,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED / "inductor"))
 # Inductor's code for the CPU is scalar: without the headers of vector instructions it compiles in 3 s instead of 14.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# Tests that wait, while others compute (of failures 2 minutes in all), and single tests of 5 s to 30 s, one of which
+# Tests that wait, while others compute (of failures a minute in all), and single tests of 5 s to 30 s, one of which
 # would keep a worker busy after the others have ended.
 FIRST = (
     "test_failures.py", "test_bench.py", "test_search.py", "test_verify.py", "test_documents.py", "test_cli.py",

@@ -44,11 +44,11 @@ WAYS = {
 
 @functools.cache
 def package(loss: str) -> ModuleType:
-    """In fp64, by panels of ten rows."""
+    """In fp64, by panels of 16 rows."""
     name = loss if loss in BUILTIN_LOSSES else f"{OWN}:{loss}"
     module = infcl_gen.load(loss=name, batch_size=120, dim=DIM, dtype="fp64", target="cpu")
     for constant in ("FORWARD_ROWS", "FORWARD_KEYS", "PANEL_ROWS", "PANEL_KEYS", "FINISH_ROWS"):
-        setattr(module._schedule, constant, 10)
+        setattr(module._schedule, constant, 16)
     return module
 
 
