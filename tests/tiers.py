@@ -22,6 +22,7 @@ Beyond that the nightly tier alone
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
+- judges tf32 at 1 000 rows, too, and the CPU target in ten widths; CI at 128 rows and in four widths,
 - puts NaN and both infinities into both sides' features of each package; CI of one, in others NaN into one side and
   an infinity into the other,
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and
