@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d568ba5451dff84c52c2f1c4bcaf510c7fe72df73c164b999b22be45ce56a37c",
+    "digest": "5c18dbe8b2933090cc778cefbf65c426afcdbf997422608bcb942fac58b6194f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

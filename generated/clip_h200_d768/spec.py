@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "9b924e0c65f908e34f47872fedd271c74fca62941f0c0c32839a9a9ec147cbbb",
+    "digest": "5db4c0f78dc05750d6ce2f5509b9964e03c0def413ad42f547ea43da8a870da3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -76,7 +76,10 @@ class _Products(torch.autograd.Function):
 
 
 def _strips(negatives: Tensor) -> Iterator[slice]:
-    """Of rows whose products with negatives are in work at a time."""
+    """Of rows whose products with negatives are in work at a time. A compiler fuses products with their sums, and
+    rows of an exported graph vary: there it is one strip."""
+    if torch.compiler.is_compiling():
+        return iter([slice(None)])
     step = max(1, STRIP_ROWS // negatives.shape[1])
     return (slice(start, start + step) for start in range(0, negatives.shape[0], step))
 
