@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements.lock)
-# Processes of the suite: two more than the cores of CI, since tests of failures wait for timeouts. Each takes 10 s to
+# Processes of the suite: one more than the cores of CI, since tests of failures wait for timeouts. Each takes 10 s to
 # collect tests, and more to import torch.
-JOBS ?= 4
+JOBS ?= 3
 # Processes of the GPU suite: they share one GPU, and spend their time compiling kernels.
 GPU_JOBS ?= 8
 
