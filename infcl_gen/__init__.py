@@ -19,6 +19,7 @@ from infcl_gen.errors import (
     ToolchainError,
     VerificationError,
 )
+from infcl_gen.garbage import uncollected
 from infcl_gen.inputs.flags import Flags, python_function
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.version import __version__
@@ -57,7 +58,8 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
+    with uncollected():
+        globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
     return found
 
 

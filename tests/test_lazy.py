@@ -1,6 +1,7 @@
 """The loss without sizes: packages are made at the first call, grown for larger batches, and shared by ranks."""
 
 import copy
+import gc
 import importlib.util
 import io
 import logging
@@ -119,6 +120,12 @@ def test_more_keys_than_queries() -> None:
     x = 5.0 * q.double() @ k.double().T
     expected = torch.nn.functional.cross_entropy(x, torch.arange(6))
     assert value(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_no_garbage_is_collected_while_the_first_call_makes_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = SimpleNamespace(eager_loss=lambda *_: gc.get_threshold()[0])
+    monkeypatch.setattr(lazy, "_load", lambda *_: SimpleNamespace(_api=api, _package=None))
+    assert lazy._load_and_run(None, (None, None)) == 0 < gc.get_threshold()[0]
 
 
 def test_wrong_arguments_say_what_is_right() -> None:

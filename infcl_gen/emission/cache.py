@@ -1,7 +1,6 @@
 """Packages in the user's cache folder: generated when missing, else imported without SymPy and without planning."""
 
 import contextlib
-import gc
 import hashlib
 import importlib.util
 import os
@@ -9,7 +8,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, astuple
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +16,13 @@ from typing import Any, NamedTuple
 from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import cache_folder, lock, record_folders, template_folder
+from infcl_gen.garbage import uncollected
 from infcl_gen.hardware import resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem
 from infcl_gen.version import __version__
 
 SOURCE = Path(__file__).resolve().parent.parent
 _importing = threading.RLock()  # a thread must not see a module that another is still executing
-_counting = threading.Lock()
-_uncollected_threads, _thresholds = 0, gc.get_threshold()
 
 
 def load_cached(problem: Problem) -> ModuleType:
@@ -48,28 +45,7 @@ def load_cached(problem: Problem) -> ModuleType:
         return _used(folder)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without collections of garbage, each of which walks all of torch and SymPy: 0.4 s of a new problem's 1.5 s.
-
-    The process has them again when the last thread is done. `gc.disable` stays the caller's own.
-    """
-    global _uncollected_threads, _thresholds
-    with _counting:
-        _uncollected_threads += 1
-        if _uncollected_threads == 1:
-            _thresholds = gc.get_threshold()
-            gc.set_threshold(0)
-    try:
-        yield
-    finally:
-        with _counting:
-            _uncollected_threads -= 1
-            if not _uncollected_threads and gc.get_threshold()[0] == 0:  # nobody has set others since
-                gc.set_threshold(*_thresholds)
-
-
-@_uncollected()
+@uncollected()
 def _complete(folder: Path, problem: Problem) -> None:
     if not _intact(folder):
         from infcl_gen.emission.pipeline import build
@@ -78,7 +54,7 @@ def _complete(folder: Path, problem: Problem) -> None:
         write_package(build(problem), folder)
 
 
-@_uncollected()
+@uncollected()
 def _used(folder: Path) -> ModuleType:
     with contextlib.suppress(OSError):  # a cache that can only be read
         os.utime(folder)  # `entries` tells when a package was last used
@@ -184,6 +160,7 @@ def _remove(entry: Path) -> None:
         raise InputError(f"{entry}: damaged, and cannot be removed ({error.strerror})") from error
 
 
+@uncollected()
 def _intact(folder: Path) -> bool:
     try:
         read_package(folder)

@@ -13,6 +13,7 @@ import pytest
 
 import infcl_gen
 from infcl_gen.emission import cache
+from infcl_gen.garbage import uncollected
 
 FLAGS: dict[str, Any] = {"batch_size": 8, "dim": 16, "dtype": "fp32", "target": "cpu"}
 
@@ -75,9 +76,11 @@ def test_a_package_that_is_used_while_prune_waits_stays(folder: Path, monkeypatc
 
 
 def test_no_garbage_is_collected_while_a_package_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that fails it is collected later. Planted: collections that are left off."""
+    """Nor while one is read. Where that fails it is collected later. Planted: collections that are left off."""
+    collects, before, read = list[int](), gc.get_threshold(), cache.read_package
+    monkeypatch.setattr(cache, "read_package", lambda *given: (collects.append(gc.get_threshold()[0]), read(*given))[1])
+    assert cache._intact(folder) and collects == [0]
     shutil.rmtree(folder)
-    collects, before = list[int](), gc.get_threshold()
     monkeypatch.setattr(cache, "write_package", lambda *_: collects.append(gc.get_threshold()[0]))
     with pytest.raises(FileNotFoundError):
         infcl_gen.load(**FLAGS)
@@ -102,7 +105,7 @@ def test_garbage_is_collected_while_another_process_makes_the_package(
 
 def test_the_last_of_several_threads_restores_collections() -> None:
     """And only its own setting. Planted: one that is done sooner does so; a caller's `gc.disable` is undone."""
-    before, first, second = gc.get_threshold(), cache._uncollected(), cache._uncollected()
+    before, first, second = gc.get_threshold(), uncollected(), uncollected()
     try:
         first.__enter__()
         second.__enter__()
@@ -111,7 +114,7 @@ def test_the_last_of_several_threads_restores_collections() -> None:
         gc.disable()
         second.__exit__(None, None, None)
         assert gc.get_threshold() == before and not gc.isenabled()
-        with cache._uncollected():
+        with uncollected():
             gc.set_threshold(5)
         assert gc.get_threshold()[0] == 5
     finally:
