@@ -58,7 +58,7 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with uncollected():
+    with uncollected(import_only=True):
         globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
     return found
 

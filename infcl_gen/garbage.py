@@ -10,11 +10,12 @@ _threads, _thresholds = 0, gc.get_threshold()
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected(import_only: bool = False) -> Iterator[None]:
     """Without collections of garbage: they take 0.4 s of a new problem's 1.5 s, and 8 % of the import of torch.
 
-    The process has them again when the last thread is done. `gc.disable` stays the caller's own. What is new counts as
-    old then: the next collections would walk it twice, 0.17 s after the import of torch.
+    The process has them again when the last thread is done. `gc.disable` stays the caller's own. With `import_only` no
+    tensor is made meanwhile, and all objects count as old afterwards: the next two collections would walk torch again,
+    0.17 s together. A caller's garbage with tensors in it must not wait for a collection of old objects.
     """
     global _threads, _thresholds
     with _counting:
@@ -25,10 +26,10 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
+        if import_only and not gc.get_freeze_count():  # else what a caller has frozen would thaw, too
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
         with _counting:
             _threads -= 1
             if not _threads and gc.get_threshold()[0] == 0:  # nobody has set others since
-                if not gc.get_freeze_count():  # else the caller's own would thaw, too
-                    gc.freeze()
-                    gc.unfreeze()  # into the oldest generation
                 gc.set_threshold(*_thresholds)

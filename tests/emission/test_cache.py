@@ -122,16 +122,16 @@ def test_the_last_of_several_threads_restores_collections() -> None:
         gc.enable()
 
 
-def test_what_was_made_without_collections_is_old_afterwards() -> None:
+def test_what_was_imported_without_collections_is_old_afterwards() -> None:
     """Unless a caller has frozen objects, which stay so. Planted: no promotion; a caller's objects that thaw."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     try:
-        with uncollected():
+        with uncollected(import_only=True):
             made: list[list[int]] = [[] for _ in range(1000)]
         assert any(each is made for each in gc.get_objects(generation=2))
         gc.freeze()
-        with uncollected():
+        with uncollected(import_only=True):
             pass
         assert not any(each is made for each in gc.get_objects())  # which leaves out what is frozen
     finally:
