@@ -12,6 +12,9 @@ JOBS ?= 3
 # Processes of the GPU suite: they share one GPU, and spend their time compiling kernels.
 GPU_JOBS ?= 8
 
+# Else each process that the suite starts compiles our sources once more: 0.25 s of the planner's 1.5 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo docs test test-long test-gpu lint format golden clean venv
 
 venv: $(STAMP)
