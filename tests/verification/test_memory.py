@@ -1,6 +1,8 @@
 """The meter counts what is live at once, beyond what was there before."""
 
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +45,13 @@ def test_nothing_is_nothing_and_errors_pass_through() -> None:
     assert meter.peak_bytes == 0
     with pytest.raises(KeyError), PeakMeter("cpu"):
         raise KeyError
+
+
+def test_a_peak_on_the_cpu_needs_no_compiler() -> None:
+    """torch.profiler imports all of Inductor first, in 3 s."""
+    with mock.patch.dict(sys.modules, {"torch._inductor.config": None}), PeakMeter("cpu") as meter:
+        block("cpu")
+    assert meter.peak_bytes
 
 
 def test_verify_allows_what_was_predicted_and_not_a_page_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
