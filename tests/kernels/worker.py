@@ -1,19 +1,23 @@
-"""A process in which Triton interprets kernels on the CPU, and the pipe that checks travel through.
+"""A process in which Triton interprets kernels on the CPU, and the requests that checks travel in.
 
 TRITON_INTERPRET is read when triton is imported, and changes it for the whole process: so one process of its own per
-pytest worker, started at its first interpreter test.
+pytest worker, forked at its first interpreter test from the server of those that interpret.
 """
 
 from __future__ import annotations
 
+import base64
 import gc
-import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from infcl_gen import processes
+from tests.forks import Servers
 
 TIMEOUT_S = 280.0
 
@@ -21,8 +25,8 @@ TIMEOUT_S = 280.0
 class Interpreter:
     """`interpreter(check, *arguments)` runs a check there; what it raises becomes an AssertionError here."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, servers: Servers) -> None:
+        self.folder, self._servers = folder, servers
         self._start()
 
     def __call__(self, check: Callable[..., Any], *arguments: Any) -> None:
@@ -33,63 +37,37 @@ class Interpreter:
         self._run(run_apart, check, arguments)
 
     def _run(self, how: Callable[..., str], check: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        try:
-            self._pipe.send((how, check, arguments))
-            if not self._pipe.poll(TIMEOUT_S):
-                raise TimeoutError(f"{check.__name__} takes more than {TIMEOUT_S:.0f} s")
-            failure = self._pipe.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError, TimeoutError) as error:
+        self._worker.send({"call": base64.b64encode(pickle.dumps((how, check, arguments))).decode()})
+        answer = self._worker.answer(TIMEOUT_S) or {"ended": f"{check.__name__} takes more than {TIMEOUT_S:.0f} s"}
+        if "ended" in answer:
             self.close()
-            code = self._process.exitcode
             self._start()
-            raise AssertionError(f"the interpreter process ended with {code}: {error!r}") from None
-        if failure:
-            raise AssertionError(failure)
+            raise AssertionError(f"the interpreter process ended: {answer['ended']}")
+        if answer["failure"]:
+            raise AssertionError(answer["failure"])
 
     def close(self) -> None:
-        self._pipe.close()
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._worker.kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "1"
-        try:
-            self._process = context.Process(target=main, args=(theirs, self.folder), daemon=True)
-            self._process.start()
-        finally:
-            if before is None:
-                del os.environ["TRITON_INTERPRET"]
-            else:
-                os.environ["TRITON_INTERPRET"] = before
-        theirs.close()
+        with mock.patch.object(processes, "_start", self._servers.start):
+            task, log = "tests.kernels.worker:serve", self.folder / f"interpreter{os.getpid()}.log"
+            self._worker = processes.Worker(task, [str(self.folder)], log, {"TRITON_INTERPRET": "1"})
 
 
-def main(pipe: Connection, folder: Path) -> None:
+def serve(requests: Any, answer: Callable[..., None], folder: str) -> None:
+    """The task of the process, which the server has made ready."""
     import torch
 
-    from tests.imports import quicken
-    from tests.kernels.interpreter import accelerate
     from tests.kernels.packages import use_folder
 
-    use_folder(folder)
-    quicken()
+    use_folder(Path(folder))
     torch.set_num_threads(1)
-    accelerate()
     os.fsync = lambda handle: None  # as in the process that runs the tests
-    gc.freeze()  # what was imported: a collection took 0.3 s
     gc.set_threshold(50_000)
     while True:
-        try:
-            how, check, arguments = pipe.recv()
-        except EOFError:
-            break
-        pipe.send(how(check, arguments))
-    os._exit(0)  # an orderly end frees millions of objects first, in more than 5 s
+        how, check, arguments = pickle.loads(base64.b64decode(requests.get()["call"]))
+        answer(failure=how(check, arguments))
 
 
 def run(check: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
