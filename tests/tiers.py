@@ -5,11 +5,14 @@ sizes and ranks the nightly tier repeats it. `nightly` names what CI takes, besi
 CI takes each value at least once, of lists `in_pairs` any two values together; the nightly tier all combinations.
 
 Beyond that the nightly tier alone
-- draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
+- draws features of ten dimensions up to 1 152 and up to 170 rows under the interpreter (5 s each instead of 0.5 s); CI
+  four dimensions up to 100, and up to 100 rows,
+- has the gate judge kernels of each loss of the tests, on one device and over each way of sending; CI of each built-in
+  loss, and of others where no other test of kernels does; over ranks one for each trait,
 - runs every ragged size of `panel` and `fused` between guard bands, CI every fourth of `fused`,
-- runs thirteen sizes of each other package and every one of the CPU target; CI three, and seven of four packages,
-- runs the check of every planted bug; CI of one in each function of kernels and schedule that has any, and of each
-  check in each strategy,
+- runs thirteen sizes of each other package and every one of the CPU target; CI two, and four of four packages,
+- runs the check of every planted bug; CI of one by each check in each strategy, and by the gate on panels of one in
+  each of nine kinds of kernels,
 - compiles every kernel ahead of time (2 minutes); CI, of one or two dimensions of a loss, those of which
   tests/compiled.json does not know what they take,
 - judges the legality of all that the tuner proposes; CI judges a tenth,
@@ -25,8 +28,11 @@ Beyond that the nightly tier alone
 - judges tf32 at 1 000 rows, too, and the CPU target in ten widths; CI at 128 rows and in four widths,
 - puts NaN and both infinities into both sides' features of each package; CI of one, in others NaN into one side and
   an infinity into the other,
-- puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale and
+- puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale or
   NaN into the bias,
+- judges six packages at five scales that are not positive; CI one of them at three, the others at one,
+- rehearses steps with six choices of gradients; CI with four,
+- finds infinities as Triton's own interpreter does; CI NaN,
 - calls rings of kernels again, of the same sizes and of others; CI those of three packages,
 - checks operators under no_grad and with each side frozen for every loss; CI for clip, and of others one case,
 - meets five distributions of rows in every half ring; CI in those of one loss, and one for each of the others,
@@ -38,8 +44,10 @@ Beyond that the nightly tier alone
 - refuses each mismatch on two ranks and on four; CI on either,
 - draws 50 to 3 000 examples of a property where CI draws 1 to 30,
 - judges eight planned packages under the interpreter by seven examples each, CI by three,
-- runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one,
-- runs `rows` over one to three ranks in five batches, CI over two and three in one each,
+- runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one, and two of four
+  where rows are computed twice,
+- runs `rows` over one to three ranks in five batches, at five ragged sizes and in six wide ranges; CI over two and
+  three in one each, at two sizes and in three ranges,
 - plans under three further hash seeds and generates the golden packages under four, CI under one; prints the
   formulas of all losses under another hash seed, CI of a third,
 - compiles four candidates of the tuner for the target (4 s each), CI three,
@@ -65,7 +73,7 @@ T = TypeVar("T")
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 DRAWN_RANKS, DRAWN_NODES = (64, 8) if LONG else (16, 4)
-INTERPRETED_DIMS = DIMS if LONG else tuple(dim for dim in DIMS if dim <= 384)
+INTERPRETED_DIMS = DIMS if LONG else (1, 3, 64, 100)
 
 
 def examples(ci: int, long: int) -> hypothesis.settings:

@@ -37,7 +37,8 @@ def test_ragged_sizes_amid_nan(interpreted: Interpreter, made: Made) -> None:
     """Also where rows differ by more than a tile's one exponential can hold."""
     sizes = (1, 31, 64, 97, 130) if LONG else (1, 101)
     interpreted(checks.guarded, made, [(n, (n * 37) % 131) for n in sizes], 14.3, "cpu", 3)
-    interpreted(checks.guarded, made, [(70, 45)], 1000.0)
+    if LONG or made in (CLIP, INFONCE_COSINES):
+        interpreted(checks.guarded, made, [(70, 45)], 1000.0)
 
 
 def test_a_flag_for_all_prefixes(interpreted: Interpreter) -> None:
@@ -56,7 +57,7 @@ RANKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("loss", "transport"), nightly(RANKS, [RANKS[1], RANKS[3], RANKS[4]]))
+@pytest.mark.parametrize(("loss", "transport"), nightly(RANKS, [RANKS[1], RANKS[3]]))
 def test_over_ranks(interpreted: Interpreter, loss: str, transport: str) -> None:
     made = Made("panel", f"{loss}_prefixes", dim=48, devices=4, settings=(("transport", transport),))
     interpreted(checks.over_ranks, made, 3, [[130, 0, 10], [40, 0, 0]] if LONG else [[70, 10, 0]])
