@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5c18dbe8b2933090cc778cefbf65c426afcdbf997422608bcb942fac58b6194f",
+    "digest": "fe3574d65f68914caf5288507c43e3a8e1a31267fabb2fa24d46a35e90a21f7b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5db4c0f78dc05750d6ce2f5509b9964e03c0def413ad42f547ea43da8a870da3",
+    "digest": "4cb0d36472bb4e93738c8e539c93ba027ccc31412afa49d53b43ba70a9fc5df4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

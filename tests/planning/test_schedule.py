@@ -66,6 +66,15 @@ def test_a_gather_meets_each_pair_once(world: int, has_keys: bool) -> None:
     assert len(batches) == 2 + has_keys
 
 
+@pytest.mark.parametrize("way", [("ring", 1, 2), ("ring", 1, 5), ("ring", 3, 2), ("gather", 1, 2), ("gather", 1, 5)])
+def test_sums_of_a_forward_with_gradients_go_home_beside_work(way: tuple[str, int, int]) -> None:
+    """Planted: a forward that begins with the own keys, whose sums go home behind all work."""
+    table = Table(*way, False, travelling("siglip"))
+    assert walk(table)["forward"].owners[-1] == HERE
+    sums = [step for step in table.steps("forward") if any(sent.name == "key gradients" for sent in step.sends)]
+    assert sums and all(step.owner is not None for step in sums)
+
+
 @pytest.mark.parametrize("world", [2, 3, 16])
 def test_a_whole_gather_works_once_all_keys_are_there(world: int) -> None:
     """Forward has two batches of messages, keys before all work and sums after it; backward has neither. For another

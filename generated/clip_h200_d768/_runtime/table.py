@@ -14,6 +14,9 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
               A `whole` one begins forward's work once all keys are there, and sends their gradients home after it.
     none      One device.
 
+A forward that has the sums for dk goes as backward does: sums for others go home beside the work on the own keys. The
+keys that it begins with come beside no work, in half as many bytes.
+
 Of a `triangle` queries are keys of each other, and one of two ranks computes their pairs: a rank meets the keys of
 those up to half way back, and has sums for each but itself. What has come home for its own keys belongs to its queries.
 Two ranks that are as far from each other on either way meet each other: each has its `share` of their pairs.
@@ -185,9 +188,16 @@ class Table:
             return ()
         if self.world_size == 1:
             return (Step(HERE),)
+        back = phase == "backward" or self._forward_goes_back
         if self.transport == "gather":
-            return _gather_forward(self) if phase == "forward" else _gather_backward(self)
-        return _ring_forward(self) if phase == "forward" else _ring_backward(self)
+            return _gather_back(self, phase) if back else _gather_forward(self)
+        return _ring_back(self, phase) if back else _ring_forward(self)
+
+    @property
+    def _forward_goes_back(self) -> bool:
+        """Whether forward has the sums that others have in backward."""
+        ends_here = self.named("summed", "forward") and not self.named("unchanged", "backward")
+        return bool(ends_here) and not self.triangle and not self.whole
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - as above
     def hops(self, phase: str) -> int:
@@ -291,13 +301,13 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _ring_backward(table: Table) -> tuple[Step, ...]:
-    names, sums = ([item.name for item in table.named(role, "backward")] for role in ("unchanged", "summed"))
+def _ring_back(table: Table, phase: str) -> tuple[Step, ...]:
+    names, sums = ([item.name for item in table.named(role, phase)] for role in ("unchanged", "summed"))
     owners, moves = _owners(table)[::-1], [_back(move) for move in _moves(table)]
-    last, steps = len(owners) - 1, []
+    last, steps, keeps = len(owners) - 1, [], table.keeps and phase == "backward"
     # What forward has not left goes to the rank that begins with it.
-    absent = [name for name in names if not table.keeps or table.role(name, "forward") == "absent"]
-    source, target = (0, KEPT) if table.keeps else (1, 0)
+    absent = [name for name in names if not keeps or table.role(name, "forward") == "absent"]
+    source, target = (0, KEPT) if keeps else (1, 0)
     if absent:
         away = tuple(Transfer(name, HERE, moves[last], source, target) for name in absent)
         steps.append(Step(None, sends=away, copies=tuple(Copy(name, OWN, source) for name in absent)))
@@ -306,7 +316,7 @@ def _ring_backward(table: Table) -> tuple[Step, ...]:
     def place(hop: int) -> Place:
         if hop == last:
             return OWN
-        return hop % 2 if not table.keeps else (hop - 1) % 2 if hop else KEPT
+        return hop % 2 if not keeps else (hop - 1) % 2 if hop else KEPT
 
     for hop, owner in enumerate(owners):
         number, sends = hop + fetch, tuple[Transfer, ...]()
@@ -341,10 +351,11 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _gather_backward(table: Table) -> tuple[Step, ...]:
-    fresh = [item.name for item in table.named("unchanged", "backward") if item.forward == "absent" or item.renewed]
+def _gather_back(table: Table, phase: str) -> tuple[Step, ...]:
+    unsent = [x for x in table.named("unchanged", phase) if phase == "forward" or x.forward == "absent" or x.renewed]
+    fresh = [item.name for item in unsent]
     sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _receivers(table))
-    copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, "backward")
+    copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, phase)
     if fresh and not home:  # what forward has not sent goes beside the work on the own keys
         return (Step(HERE, ALL, ALL, True, sends, copies=copies), *_of_others(table))
     steps = [Step(None, ALL, ALL, False, sends, copies=copies)] * bool(fresh)
