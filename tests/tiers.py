@@ -31,7 +31,11 @@ Beyond that the nightly tier alone
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale or
   NaN into the bias,
 - judges six packages at five scales that are not positive; CI one of them at three, the others at one,
-- rehearses steps with six choices of gradients; CI with four,
+- judges solved batches of seven packages, smoothed ones of five and tiles computed twice in eleven; CI six, three and
+  eight,
+- gives kernels for Hopper prefixes of products, and draws twelve inputs of prefixes; CI prefixes of cosines, and two,
+- rehearses steps with six choices of gradients and freezes sides in five; CI with four and in three,
+- multiplies 16 columns by the matrix library in bf16, too; CI in halves and in prefixes,
 - finds infinities as Triton's own interpreter does; CI NaN,
 - calls rings of kernels again, of the same sizes and of others; CI those of three packages,
 - checks operators under no_grad and with each side frozen for every loss; CI for clip, and of others one case,
@@ -43,7 +47,8 @@ Beyond that the nightly tier alone
 - lays each package out over gloo processes in every way; CI each package and each way once,
 - refuses each mismatch on two ranks and on four; CI on either,
 - draws 50 to 3 000 examples of a property where CI draws 1 to 30,
-- judges eight planned packages under the interpreter by seven examples each, CI by three,
+- judges eight planned packages under the interpreter by seven examples each, CI by three, and runs 27 self-tests of
+  planned tiles; CI six of other kernels,
 - runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one, and two of four
   where rows are computed twice,
 - runs `rows` over one to three ranks in five batches, at five ragged sizes and in six wide ranges; CI over two and

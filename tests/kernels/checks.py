@@ -42,6 +42,7 @@ from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
 from tests.runtime.in_process import World
 from tests.runtime.recording import record
+from tests.tiers import LONG
 from tests.verification.dense import dense, moving_average
 
 
@@ -835,7 +836,8 @@ def frozen_sides(made: Made, device: str = "cpu") -> None:
 
     whole, products = results(0b1111)
     assert products
-    for wanted in (0b1101, 0b1110, 0b1100, 0b0001, 0b0010):
+    every = (0b1101, 0b1110, 0b1100, 0b0001, 0b0010)
+    for wanted in every if LONG or device != "cpu" else every[:3]:
         found, count = results(wanted)
         assert 2 * count == products, f"{wanted:04b}: {count} of {products} products"
         same = [a is None or torch.equal(a, b) for a, b in zip(found[:3], whole, strict=False)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from infcl_gen.verification.properties import Case
 from tests.kernels import checks, pieces
-from tests.kernels.packages import Made
+from tests.kernels.packages import Made, generated
 
 Edit = tuple[str, str, str]
 
@@ -30,13 +30,25 @@ class Bug:
     says: str = ""
 
 
-def plant(bug: str, edits: tuple[Edit, ...], package: Path) -> None:
-    """Edit the package in this folder; its digest changes too, so that torch keeps its operators apart."""
+def edited(bug: str, edits: tuple[Edit, ...], package: Path) -> dict[str, str]:
+    """What the edits make of files of the package in this folder. Raises LookupError where they find nothing."""
+    texts: dict[str, str] = {}
     for name, old, new in edits:
-        text = (package / name).read_text()
+        text = texts.get(name) or (package / name).read_text()
         if old not in text:
             raise LookupError(f"{bug}: {name} has no {old!r}")
-        (package / name).write_text(text.replace(old, new))
+        texts[name] = text.replace(old, new)
+    return texts
+
+
+def can_be_planted(bug: str) -> None:
+    edited(bug, BUGS[bug].edits, generated(BUGS[bug].made))
+
+
+def plant(bug: str, edits: tuple[Edit, ...], package: Path) -> None:
+    """Edit the package in this folder; its digest changes too, so that torch keeps its operators apart."""
+    for name, text in edited(bug, edits, package).items():
+        (package / name).write_text(text)
     spec = package / "spec.py"
     head, _, tail = spec.read_text().partition('"digest": "')
     spec.write_text(f'{head}"digest": "{hashlib.sha256(bug.encode()).hexdigest()[:16]}{tail[16:]}')

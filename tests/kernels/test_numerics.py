@@ -213,8 +213,10 @@ REPEATED_RANKS = [
     ("panel", "siglip", "fp32", "gather"), ("panel", "rince", "bf16", "ring"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "rate", "bf16", "gather"),
     ("panel", "dclw", "bf16", "ring"), ("panel", "weighed_by_all", "fp32", "gather"),
-    ("panel", "squared_weights", "fp32", "gather"), ("panel", "distill_clip", "bf16", "gather"),
+    ("panel", "three_block_hard", "bf16", "ring"), ("panel", "distill_clip", "bf16", "gather"),
     ("panel", "gist", "fp32", "gather"), ("panel", "mil_nce", "bf16", "ring"), ("panel", "smooth", "bf16", "ring"),
+    ("panel", "infonce", "fp16", "gather"), ("panel", "infonce_out", "bf16", "ring"),
+    ("panel", "weighed_by_column", "fp32", "gather"), ("rows", "smooth", "bf16", "gather"),
 ]  # fmt: skip
 # The schedule of calls, which no loss changes: the same sizes again, ranks without rows of all tensors, two ranks.
 CALLS_OF_CI = (("panel", "clip"), ("fused", "clip"), ("panel", "ntxent"))  # a ring, a gather, and one of a triangle
@@ -313,7 +315,7 @@ SELFTESTS = [
 ]  # fmt: skip
 
 
-# Left to the nightly tier: others finish in the same way, by the same kernels.
+# Left to the nightly tier: others finish in the same way, by the same kernels; or tests/verification judges tiles.
 REPEATED_SELFTESTS = [
     ("panel", "siglip", "bf16"), ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"),
     ("panel", "four_block", "bf16"), ("panel", "supcon_out", "bf16"), ("panel", "distill", "bf16"),
@@ -321,7 +323,8 @@ REPEATED_SELFTESTS = [
     ("rows", "infonce", "bf16"), ("panel", "smooth_clip", "fp32"), ("panel", "clip_without_ids", "bf16"),
     ("panel", "infonce_in", "bf16"), ("panel", "gist", "bf16"),
     ("panel", "hard_negative", "bf16"),  # which a planted bug's check runs
-    ("panel", "siglip", "fp32"), ("panel", "supcon_in", "fp32"),
+    ("panel", "siglip", "fp32"), ("panel", "supcon_in", "fp32"), ("panel", "clip", "bf16"),
+    ("panel", "siglip_multi", "bf16"), ("fused", "clip", "bf16"), ("stash", "infonce", "bf16"),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.packages import generated
-from tests.kernels.planted import BUGS, ON_A_GPU
+from tests.kernels.planted import BUGS, ON_A_GPU, can_be_planted
 from tests.kernels.worker import Interpreter
 from tests.tiers import LONG, nightly
 
@@ -115,7 +115,7 @@ def test_a_planted_bug_is_noticed(interpreted: Interpreter, shared_folder: Path,
 
 @pytest.mark.parametrize("name", ON_A_GPU if LONG else (*REPEATED, *ON_A_GPU))
 def test_a_bug_whose_check_is_not_run_here_can_be_planted(interpreted: Interpreter, name: str) -> None:
-    interpreted(generated, dataclasses.replace(BUGS[name].made, bug=name))
+    interpreted(can_be_planted, name)
 
 
 def test_each_check_has_a_bug_in_each_strategy_that_it_has_one_in() -> None:

@@ -21,9 +21,8 @@ BOTH = pytest.mark.parametrize("made", ALL.values(), ids=ALL)
 
 
 INPUTS = [("unit", "contiguous", 14.3), ("matched", "strided", 100.0), ("unnormalised", "contiguous", 1000.0)]
-INPUTS_OF_CI = [  # products and cosines meet strided features
-    ("clip", INPUTS[1]), ("infonce", INPUTS[0]), ("clip_cosines", INPUTS[2]), ("infonce_cosines", INPUTS[1]),
-]  # fmt: skip
+# Strided products and cosines of any length; of the other two losses the gate judges ragged sizes.
+INPUTS_OF_CI = [("clip", INPUTS[1]), ("infonce_cosines", INPUTS[2])]
 
 
 @pytest.mark.parametrize(("name", "drawn"), nightly(itertools.product(ALL, INPUTS), INPUTS_OF_CI), ids=str)

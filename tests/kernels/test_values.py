@@ -74,11 +74,11 @@ def test_split_products_in_parts(interpreted: Interpreter) -> None:
     interpreted(checks.split_products_in_parts, Made("panel", dtype="fp32"))
 
 
-@pytest.mark.parametrize(
-    "made",
-    [Made("panel"), Made("panel", dtype="fp32"), Made("panel", dim=64), Made("panel", "clip_prefixes", dim=48)],
-    ids=named,
-)
+# Narrow and wide features in halves or not, and prefixes.
+RESTS = [Made("panel"), Made("panel", dtype="fp32"), Made("panel", dim=64), Made("panel", "clip_prefixes", dim=48)]
+
+
+@pytest.mark.parametrize("made", nightly(RESTS, RESTS[1:]), ids=named)
 def test_extents_that_the_matrix_library_is_slow_or_wrong_at(interpreted: Interpreter, made: Made) -> None:
     interpreted(checks.library_rests, made)
 
