@@ -240,6 +240,9 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         states = sum(tower.state_bytes * plan.cached.passes for tower, plan in pairs)
         yield Item("states", states, PHASES, "buffers and random numbers, for second passes")
         yield Item("copied buffers", costs.state_bytes, again, "to see which ones a pass changes")
+    if not costs.with_targets:
+        why = "those before a pass or a block, and those behind it, to see whether it drew"
+        yield Item("random states", 2 * costs.random_bytes, PHASES, why)
     yield Item("loss", loss.peak_bytes, ("loss",), "its scratch, and the features' gradients")
     for phase, size in _workspace(pairs).items():
         yield Item("activations", size, (phase,), "of one micro-batch while it is computed")

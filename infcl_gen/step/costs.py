@@ -98,7 +98,8 @@ class StepCosts:
     dim, dtype  of the features
     cast_bytes  copies of weights that autocast keeps while graphs are there
     workspace_bytes      that the matrix library keeps
-    state_bytes          copies of all buffers, and of random states where the device is the host
+    state_bytes          copies of all buffers
+    random_bytes         states of all generators of torch, where the device is the host
     host_to_device_gbs   1e9 bytes a second, either way; 0 where the device is the host
     """
 
@@ -113,6 +114,7 @@ class StepCosts:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
     state_bytes: int = 0
+    random_bytes: int = 0
     measured: str = ""
 
     @property

@@ -86,7 +86,8 @@ def measure(
         gradient_bytes=sum(each.nbytes for each in trained),
         cast_bytes=sum(cast for _, cast in found),
         workspace_bytes=_workspace_bytes(model.device),
-        state_bytes=sum(each.nbytes for each in buffers) + 2 * model.random().bytes_on(model.device),
+        state_bytes=sum(each.nbytes for each in buffers),
+        random_bytes=model.random().bytes_on(model.device),
         host_to_device_gbs=_copy_rate(model.device),
         versions={"torch": importlib.metadata.version("torch")},
     )

@@ -252,6 +252,19 @@ def test_the_account_bounds_the_peak_of_any_mixture(
     bounds(dataclasses.replace(first, account=found), module)
 
 
+def test_random_states_count_beside_graphs_of_single_samples() -> None:
+    """Of a block that is computed again: 5 KB each before and behind it, where a graph takes 2 KB."""
+    module, first = wide()
+    costs = first.problem.costs
+    image, text = (each.name for each in costs.towers)
+    plan = planned(module, rows=ROWS // 4, costs=costs)
+    towers = [
+        TowerPlan(image, cached=Part(120, 1), checkpointed=Part(8, 1)),
+        TowerPlan(text, cached=Part(120, 8), kept=Part(8, 8)),
+    ]
+    bounds(dataclasses.replace(plan, account=account(plan.problem, towers, plan.account.loss)), module)
+
+
 def test_costs_may_be_given(tmp_path: Path) -> None:
     module, first = wide()
     write_costs(str(tmp_path / "wide.toml"), first.problem.costs)
