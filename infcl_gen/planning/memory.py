@@ -261,7 +261,7 @@ def _of_negatives(v: Choice) -> list[Any]:
     return [
         v.traits.partnered and BufferTerm("rows with negatives", "both", (of, D), "the first of each pair", "features"),
         BufferTerm("logits of negatives", "both", (3, of, H), "products, logits, and their gradients"),
-        BufferTerm("strip of negatives", after, (copies, Min(NEGATIVE_ROWS, of * H), D), "products in work"),
+        BufferTerm("strip of negatives", after, (copies, Max(H, Min(NEGATIVE_ROWS, of * H)), D), "products in work"),
         BufferTerm("gradients of features", after, returned, "returned", "statistics" if v.wider else "features"),
         BufferTerm("gradient of negatives", after, (of, H, D), "returned", "features"),
         BufferTerm("gradients through negatives", after, (m, D), "what they add to dq", "features", 2),

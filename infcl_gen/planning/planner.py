@@ -174,7 +174,7 @@ def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | No
         least = math.inf
         for model in models:
             with contextlib.suppress(InputError):  # a panel that is set does not suit this batch's blocks
-                least = min(least, *(peak for _, peak in sizes_of(model, problem.settings, smallest=True)))
+                least = min([least, *(peak for _, peak in sizes_of(model, problem.settings, smallest=True))])
         return least - ceiling
 
     if excess(1) > 0:

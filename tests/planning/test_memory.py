@@ -82,6 +82,7 @@ PEAKS: list[dict[str, Any]] = [
     {"batch_size": 2000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "8MiB"},
     {"batch_size": 1000, "dim": 64, "dtype": "bf16", "loss": "gemini", "negatives": 30},
     {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "three_block_hard", "negatives": 30},
+    {"batch_size": 4, "dim": 64, "dtype": "fp32", "loss": "gemini", "negatives": 3 * memory.NEGATIVE_ROWS},
 ]
 
 
