@@ -166,12 +166,8 @@ def _release(inputs: Inputs) -> None:
 
 def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any] | None:
     """Loss and gradients in fp64, from a package's loss; None if they do not fit into memory."""
-    loss = load_file(package / "loss.py")  # alone: the package itself may not work
-    names = {"classes": loss.CLASSES, "vectors": loss.VECTORS, "scaled": loss.SCALES, "positives": loss.POSITIVES}
-    names["weighted"] = hasattr(loss, "WEIGHT")
-    names["key_statistics"] = ("mean_by_guide",) * hasattr(loss, "GUIDE_SHARES")
-    names["query_statistics"] = ("logsumexp_of_positive",) * ("rp" in getattr(loss, "OF_ROWS", ()))
-    own = own_keywords(names, *inputs.leaves[:2], dtype=inputs.dtype)
+    loss, spec = (load_file(package / name) for name in ("loss.py", "spec.py"))  # alone: the package may not work
+    own = own_keywords(spec.SPEC, *inputs.leaves[:2], dtype=inputs.dtype)
     bias = None if inputs.bias is None else inputs.bias.detach()
     try:
         return oracle_by_slices(loss, Arguments(inputs.q, inputs.k, scale, bias, labels=inputs.labels, **own))._asdict()

@@ -18,6 +18,8 @@ from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import prefixes_text, show
 from infcl_gen.kernels.choice import SPLIT_TERMS
 from infcl_gen.losses import derive, spec_from_dict
+from infcl_gen.runtime import negatives
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.oracle import STATES
 from infcl_gen.verification.properties import DTYPES
 
@@ -198,8 +200,7 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
         labels = torch.arange(len(q), device=q.device).roll(len(q) // 2)
     elif k is not None and module.SPEC["positives"] == "label" and len(q) > len(k):
         labels = torch.arange(len(q), device=q.device) % len(k)
-    traits = module.SPEC["loss"]["traits"]
-    own = own_keywords(traits, q, k, dtype=autocast)
+    own = own_keywords(module.SPEC, q, k, dtype=autocast)
     states = {name: x for name, x in own.items() if name in STATES}  # which a call replaces: each begins with the same
 
     def loss() -> Any:
@@ -209,14 +210,14 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
     return step_of(loss, q, k, scale, autocast)
 
 
-def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
-    """What a loss of these `Traits` takes besides features: ids, weights of queries and keys, one negative of each, the
-    key behind its own, states, scales of queries and keys, and a guide's features, of `dtype`. `first`: of this rank's
-    rows."""
-    own = (*traits["vectors"], *traits["scaled"])
-    found = own_ids(q, k, first) if "same_id" in traits["classes"] else {}
-    by_guide = traits["positives"] == "none" or "mean_by_guide" in traits["key_statistics"]
-    if by_guide or traits["weighted"] or "above_by_guide" in traits["classes"]:
+def own_keywords(spec: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype: Any = None) -> dict[str, Any]:
+    """What a loss takes besides features, by the SPEC of its package: ids, weights of queries and keys, one negative of
+    each, the key behind its own, states, scales of queries and keys, and a guide's features, of `dtype`. `first`: of
+    this rank's rows."""
+    traits = Traits(**spec["loss"]["traits"])
+    own = (*traits.vectors, *traits.scaled)
+    found = own_ids(q, k, first) if traits.ids else {}
+    if traits.guided:
         guides = zip(("guide_queries", "guide_keys"), (q, k), strict=True)
         found |= {name: x.detach().flip(1).to(dtype or x.dtype) for name, x in guides}
     behind = torch.arange(1, len(q) + 1, device=q.device)
@@ -226,7 +227,7 @@ def own_keywords(traits: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtyp
         found["key_weight"] = torch.linspace(0.5, 1, len(k), device=k.device)
     if "negatives" in own:
         others = (q if k is None else k).detach()
-        rows = len(q) // (1 + ("logsumexp_of_positive" in traits["query_statistics"]))  # or the first ones of pairs
+        rows, _ = negatives.shape(traits, q)
         found["negatives"] = others[behind[:rows] % len(others)][:, None]
     if "query_state" in own:
         found["query_state"] = -behind / len(q)

@@ -93,8 +93,7 @@ def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
 
 def _package_step(module: ModuleType, inputs: Inputs, first: int, carrier: Any) -> Step:
     """A step whose messages go by `carrier`; `first`: the batch's row that this rank begins with."""
-    traits = module.SPEC["loss"]["traits"]
-    own = own_keywords(traits, *inputs.leaves[:2], first)
+    own = own_keywords(module.SPEC, *inputs.leaves[:2], first)
     use_group = importlib.import_module(f"{module.__name__}._runtime.group").use_group
 
     def loss() -> Any:
