@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from typing import Any
 
 import sympy
@@ -165,8 +164,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
         "summed_columns": "(columns < keys) & (columns > diagonal_row)" if plan.traits.triangle else "columns < keys",
         # Legend of the file.
-        "loss_formula": _legend(formulas["loss"]),
-        "gradient_formula": _legend(formulas["dL/dx"]),
+        "loss_formula": formulas["loss"],
+        "gradient_formula": formulas["dL/dx"],
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
         "walkers": "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled
@@ -799,8 +798,3 @@ def _sides(labels: bool) -> tuple[dict[str, str], dict[str, str]]:
     for side, other in ((queries, keys), (keys, queries)):
         side |= {name: other[of_other] for name, of_other in names.items()}
     return queries, keys
-
-
-def _legend(formula: str) -> str:
-    """Folded to 120 columns, as it stands in the legend of a generated file."""
-    return textwrap.fill(formula, 120, initial_indent=" " * 11, subsequent_indent=" " * 11).strip()

@@ -3,9 +3,11 @@
 Runtime files are copied verbatim. The text depends on the arguments only: no date, no path, no order of a hash table.
 """
 
+import io
 import math
 import re
 import textwrap
+import tokenize
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,7 @@ import jinja2
 from infcl_gen.emission.package import with_digest
 from infcl_gen.files import template_folder
 
-LINE_WIDTH = 120  # of a literal
+LINE_WIDTH = 120
 ABSENT = "\0"  # in a hole of a template: its whole line is left out
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -44,10 +46,59 @@ def render(files: Sequence[File]) -> dict[str, str]:
 
 
 def _tidy(text: str) -> str:
-    """Without the lines of absent pieces, blanks at the end of lines, and more than two empty lines together."""
+    """Without the lines of absent pieces, blanks at the end of lines, more than two empty lines together, and lines of
+    more than LINE_WIDTH columns."""
     text = re.sub(rf"^[ \t]*{ABSENT}\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
-    return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
+    return _folded(re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n")
+
+
+def _folded(text: str) -> str:
+    """Python whose long lines are broken: formulas and notes between words, statements in brackets around their value.
+
+    Their length follows from the formula: a maximum of two long terms has each three times.
+    """
+    lines = text.splitlines()
+    if max(map(len, lines)) <= LINE_WIDTH:
+        return text
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    texts = [token for token in tokens if token.type == tokenize.STRING and token.string.startswith('"""')]
+    inside = {row for token in texts for row in range(token.start[0], token.end[0] + 1)}
+    for row, line in enumerate(lines, 1):
+        if len(line) > LINE_WIDTH:
+            lines[row - 1] = _note(line) if row in inside else _statement(line)
+    return "\n".join(lines) + "\n"
+
+
+def _note(line: str) -> str:
+    """Further lines begin below what follows a name and blanks, or a formula's first term."""
+    begins = re.match(r" *\S+ {2,}| *\S+ = |", line.replace('"""', "   "))
+    assert begins is not None
+    return _filled(line, " " * (begins.end() or len(line) - len(line.lstrip())), "")
+
+
+def _statement(line: str) -> str:
+    """An assignment or a return in several lines, broken before operators and after commas."""
+    found = re.fullmatch(r"( *)(return |[^()=#]+ [-+*/&|]?= )([^#]+)", line)
+    if found is None:
+        return line
+    indent, opening, value = found.groups()
+    value = re.sub(r'"[^"]*"| (?:[-+*/&|%]|//|<<|>>|[<>]=?|[!=]=) ', _held_together, value)
+    inner = indent + " " * 4
+    return f"{indent}{opening}(\n{_filled(value, inner, inner)}\n{indent})"
+
+
+def _held_together(found: re.Match[str]) -> str:
+    word = found[0]
+    return f" {word[1:].replace(' ', ABSENT)}" if word[0] == " " else word.replace(" ", ABSENT)
+
+
+def _filled(text: str, indent: str, first_indent: str) -> str:
+    lines = textwrap.fill(
+        text, LINE_WIDTH, initial_indent=first_indent, subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return lines.replace(ABSENT, " ")
 
 
 @jinja2.pass_context

@@ -153,7 +153,7 @@ def schedule_context(
         "product_columns": "x.shape[1]" if plan.traits.slabs else "DIM",
         "wide_launch": ABSENT if plan.rows else launch["gradient_wide"],
         "first_key": first_key,
-        "sizes_of_part": ABSENT if triangle else "m, n = part.q.shape[0], part.k.shape[0]",
+        "sizes_of_part": ABSENT if triangle or plan.traits.second else "m, n = part.q.shape[0], part.k.shape[0]",
         "merged": _MERGED if triangle else _MERGED_TWICE if plan.traits.second else launch["merge"],
         "second_of_rows": _SECOND_OF_ROWS if plan.traits.second else ABSENT,
         "second_of_columns": _SECOND_OF_COLUMNS if plan.traits.second else ABSENT,
@@ -190,12 +190,11 @@ _NO_POSITIVES = """\
 if fresh_queries:
     block.positive.zero_()"""
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_keys and row0 == 0)"
-_FORWARD_PARTS = "cdiv(n, kernels.FORWARD_KEYS.value)"
-_MERGED_TWICE = f"""\
-fresh = fresh_queries and key0 == 0
-    _merge(scratch.row_parts, {_FORWARD_PARTS}, part.queries, fresh)
-    _merge(scratch.row_second, {_FORWARD_PARTS}, part.second, fresh)"""  # indented as launches are
-_SECOND_OF_ROWS = f"_merge(scratch.row_second, {_FORWARD_PARTS}, block.second, fresh_rows)"
+_MERGED_TWICE = """\
+fresh, parts = fresh_queries and key0 == 0, cdiv(part.k.shape[0], kernels.FORWARD_KEYS.value)
+    _merge(scratch.row_parts, parts, part.queries, fresh)
+    _merge(scratch.row_second, parts, part.second, fresh)"""  # indented as launches are
+_SECOND_OF_ROWS = "_merge(scratch.row_second, cdiv(n, kernels.FORWARD_KEYS.value), block.second, fresh_rows)"
 _SECOND_OF_COLUMNS = "_merge(scratch.key_second, strips, block.key_second, fresh)"
 _SHORTER_STRIP = """\
 if block.diagonal:  # half of the strips are shorter, or empty

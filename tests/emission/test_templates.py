@@ -89,15 +89,17 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "ring": {**H200, "devices": 4, "set": ["transport=ring"]},
     "fp32 on cpu": {**H200, "device_profile": "cpu", "loss": "infonce", "dtype": "fp32"},
     "gather": {**H200, "devices": 4, "set": ["transport=gather"]},
-}
-# Whose launches alone are looked at: their formulas and notes take wider lines.
-LAUNCHED: dict[str, dict[str, Any]] = {
     "fused in parts": {**H200, "batch_size": 8192, "dim": 96, "set": ["strategy=fused"]},
     "two sums": {**H200, "loss": f"{LOSSES}:hard_keys", "dim": 768},
     "two sums of a triangle, wide": {**H200, "loss": "hard_negative", "dim": 768},
     "several, wide": {**H200, "loss": "infonce_in", "dim": 768},
     "pairs": {**H200, "loss": "siglip"},
     "pairs of halves": {**H200, "loss": "siglip", "dtype": "fp32"},
+    "pairs of ids": {**H200, "loss": "siglip_multi"},
+    "two states": {**H200, "loss": "sogclr_clip"},
+    "two states on cpu": {**H200, "loss": "sogclr_clip", "device_profile": "cpu"},
+    "formulas in several lines": {**H200, "loss": f"{LOSSES}:angular"},
+    "further keys": {**H200, "loss": f"{LOSSES}:hard", "dim": 768},
 }
 
 
@@ -122,12 +124,11 @@ def test_holes_are_names_and_not_computed(template: Path) -> None:
     assert not any(" if " in hole for hole in HOLE.findall(text))
 
 
-@pytest.mark.parametrize("name", [*PROBLEMS, *LAUNCHED])
+@pytest.mark.parametrize("name", PROBLEMS)
 def test_what_is_printed(name: str, tmp_path: Path) -> None:
-    problem = {**PROBLEMS, **LAUNCHED}[name]
+    problem = PROBLEMS[name]
     files = build(make_problem(**problem))
-    if name in PROBLEMS:
-        assert_tidy(files, tmp_path)
+    assert_tidy(files, tmp_path)
     if problem["device_profile"] != "cpu":
         assert_launched(files, name)
 
