@@ -18,6 +18,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
 from infcl_gen.step.plan import STREAMED, TREATMENTS, WITH_GRAPHS, Part, TowerPlan
 
@@ -244,17 +245,19 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         why = "those before a pass or a block, and those behind it, to see whether it drew"
         yield Item("random states", 2 * costs.random_bytes, PHASES, why)
     yield Item("loss", loss.peak_bytes, ("loss",), "its scratch, and the features' gradients")
-    for phase, size in _workspace(pairs).items():
+    for phase, size in _workspace(pairs, costs.dtype).items():
         yield Item("activations", size, (phase,), "of one micro-batch while it is computed")
 
 
-def _workspace(pairs: Pairs) -> dict[str, int]:
+def _workspace(pairs: Pairs, dtype: str) -> dict[str, int]:
     """By phase, what the pass of one micro-batch allocates beside the graphs that stay.
 
     While a tower passes, forward or backward, the graphs of the towers behind it are not there: backward begins with
     the last tower. Offloaded micro-batches pass forward first and backward last, when none of the others is there.
+    Features of a second pass are compared with those of the first: their difference, and it in fp64.
     """
     found, behind_bytes = dict.fromkeys(PHASES, 0.0), 0
+    compared = 1 if dtype == "fp64" else 1 + DTYPE_BYTES["fp64"] // DTYPE_BYTES[dtype]
     for costs, plan in reversed(pairs):
         for treatment, size in {(treatment, size) for treatment, part in plan.parts() for size, _ in passes_of(part)}:
             graph, peaks = costs.graph(treatment), dict[str, float]()
@@ -263,7 +266,8 @@ def _workspace(pairs: Pairs) -> dict[str, int]:
             if graph is not None:
                 forward, backward = (graph.at(name, size) for name in ("forward_peak_bytes", "backward_peak_bytes"))
                 if treatment in ("cached", STREAMED):
-                    peaks["forward_backward"] = max(forward, backward)
+                    of_features = compared * costs.feature_bytes * size * (treatment == "cached")
+                    peaks["forward_backward"] = max(forward, backward, graph.at("kept_bytes", size) + of_features)
                 elif treatment == "offloaded":
                     peaks |= {"offloaded_forward": forward, "offloaded_backward": backward}
                 else:

@@ -289,6 +289,7 @@ class _Run:
                 if not self._step.repeats:
                     differ[micro] = _differs(output.detach(), self._features[micro.tower].detach()[self._places(micro)])
                 self._backward(micro, output)
+                del output  # features that the next pass need not wait for
         finally:
             random.restore()
             state.restore_buffers(after)

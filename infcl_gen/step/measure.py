@@ -311,12 +311,12 @@ class MeasuredLoss:
 
     def _row(self, model: Model, size: int) -> tuple[int, float]:
         def run() -> None:
-            features = [torch.randn_like(x.expand(size, *x.shape[1:])).requires_grad_() for x in like]
             numbers = [each() if callable(each) else each for each in (model.scale, model.bias) if each is not None]
             torch.autograd.grad(one_number(model.loss(*features, *numbers)), features, allow_unused=True)
 
         like = [tower.features.new_zeros(1, *tower.features.shape[1:]) for tower in model.towers]
         with unchanged(model.modules, model.device, model.generators), autocast_in(model.device, model.autocast):
+            features = [torch.randn_like(x.expand(size, *x.shape[1:])).requires_grad_() for x in like]
             run()
             with PeakMeter(model.device) as meter:
                 run()

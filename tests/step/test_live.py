@@ -19,8 +19,8 @@ import infcl_gen
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.hardware.profile import load_profile
 from infcl_gen.processes import run_ranks
-from infcl_gen.step.account import account
-from infcl_gen.step.costs import PassCosts, StepCosts, write_costs
+from infcl_gen.step.account import LossCosts, account
+from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts, write_costs
 from infcl_gen.step.measure import MOST_MEMORY, Limits, Probe
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import StepPlan
@@ -250,6 +250,41 @@ def test_the_account_bounds_the_peak_of_any_mixture(
     ]
     found = account(first.problem, towers, first.account.loss)
     bounds(dataclasses.replace(first, account=found), module)
+
+
+class Spread(Pair):
+    """Towers whose features are what takes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 256)) for _ in range(2))
+
+
+def test_features_count_once_and_their_gradients() -> None:
+    """Planted: either left out; features counted with the loss, too; and those of the last pass kept through the next
+    one."""
+    torch.manual_seed(0)
+    module = Spread()
+    loss = lambda image, text, scale: scale * (image[:, :1] * text[:, :1]).sum()  # noqa: E731
+    bounds(planned(module, loss=loss, treatments=("cached",), micro_batch=16), module)
+
+
+def test_graphs_of_towers_behind_are_gone_when_a_tower_takes_most() -> None:
+    """Planted: they count beside what the first tower computes again."""
+    (module, _), first = wide(), of_a_small_loss()
+    image, text = (each.name for each in first.problem.costs.towers)
+    towers = [TowerPlan(image, checkpointed=Part(ROWS, ROWS)), TowerPlan(text, kept=Part(ROWS, 16))]
+    bounds(dataclasses.replace(first, account=account(first.problem, towers, first.account.loss)), module)
+
+
+@pytest.mark.parametrize("samples", [1, 11, 21])
+def test_the_last_micro_batch_counts_where_it_takes_more(samples: int) -> None:
+    """One sample takes 900 bytes beside its graph, a gradient of weights, and 10 samples take 10."""
+    graph = PassCosts((1, 10), (1.0, 1.0), (100, 1000), (100, 1000), (1.0, 1.0), (1000, 1010))
+    costs = StepCosts("h200", (TowerCosts("image", 1, 0, graph, graph),), 1, "fp32", 0, 0, 0)
+    problem = dataclasses.replace(of_a_small_loss().problem, costs=costs, samples=samples)
+    found = account(problem, [TowerPlan("image", kept=Part(samples, 10))], LossCosts(0, 0.0))
+    assert found.bytes_in("backward") == 100 * samples + 900 + 2 * samples
 
 
 def test_random_states_count_beside_graphs_of_single_samples() -> None:
