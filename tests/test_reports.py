@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from infcl_gen import cli
 from infcl_gen.bench.results import FIELDS, table
+from infcl_gen.cli.options import PROBLEM, command_line
 from infcl_gen.cli.pages import around
 from infcl_gen.cli.scaling import simulated
 from infcl_gen.emission.pipeline import case_of, simulate_problem
@@ -290,6 +292,8 @@ def test_the_command_writes_the_same_page_in_every_process(tmp_path: Path) -> No
     assert json.loads(printed).keys() == {"schema_version", "plan"}
     assert first.read_bytes() == second.read_bytes() and len(list(tmp_path.iterdir())) == 2
     reader, drawn = check_page(first.read_text()), figures(first.read_text())
+    (made_by,) = re.findall(r"infcl-gen (plan --.*?)\s*$", reader.words, re.MULTILINE)
+    assert run(*shlex.split(made_by)).stdout == done.stdout.replace(f"\nwrote {first}\n", "\n")
     problem = make_problem(batch_size="64k", dim=64, devices=8, memory_budget="28MiB", **H200)
     rows = [simulated(each) for each in around(problem)]
     assert [row["devices"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
@@ -304,6 +308,12 @@ def test_the_command_writes_the_same_page_in_every_process(tmp_path: Path) -> No
     table = reader.tables["Numbers of devices"][1:]
     assert [row[0] for row in table] == [str(row["devices"]) for row in rows]
     assert {row[-1] for row in table if row[2] == "-"} == {"no plan fits the budget"}
+
+
+def test_a_command_line_has_switches_without_values() -> None:
+    for given, words in ((True, " --renormalise"), (False, ""), (None, "")):
+        flags = {**dict.fromkeys(PROBLEM), "prefixes": "8,16", "renormalise": given}
+        assert command_line("plan", flags, PROBLEM) == f"infcl-gen plan --prefixes 8,16{words}"
 
 
 def test_devices_around_a_problem_fill_their_nodes() -> None:

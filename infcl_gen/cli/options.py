@@ -211,8 +211,9 @@ def command_line(command: str, flags: Mapping[str, Any], names: Sequence[str]) -
             value = [f"{key}={word}" for key, word in parse_overrides(value).pairs]
         elif isinstance(value, list) and name != "package":
             value = ",".join(map(str, value))
-        for part in () if value is None else value if isinstance(value, list | tuple) else (value,):
-            words += [flag_name(name), str(part)]
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if part is not None and part is not False:
+                words += [flag_name(name)] if part is True else [flag_name(name), str(part)]
     return shlex.join(words)
 
 

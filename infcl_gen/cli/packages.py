@@ -73,7 +73,8 @@ def verify(flags: dict[str, Any]) -> None:
     folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
-    rows = verify_package(folder, ranks=ranks, aot=targets, edited=flags["edited"])
+    with options.progress(flags) as progress:
+        rows = verify_package(folder, ranks=ranks, aot=targets, edited=flags["edited"], progress=progress)
     names = [row["check"] + " (edited)" * ("edited" in row) for row in rows]
     lines = [("ok" if row["passed"] else "FAILED", name, row["detail"]) for name, row in zip(names, rows, strict=True)]
     failed = [name for name, row in zip(names, rows, strict=True) if not row["passed"]]

@@ -206,7 +206,9 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
     elif not (expression.is_Add or expression.is_Mul or expression.func in FUNCTIONS.values()):
         name = expression.func.__name__
         known = (
-            f": write {_SUBSTITUTES[name]}" if name in _SUBSTITUTES else f"; its functions are {', '.join(FUNCTIONS)}"
+            f": write {_SUBSTITUTES[name]}"
+            if name in _SUBSTITUTES
+            else f"; its functions are {', '.join(FUNCTIONS)}, sqrt"
         )
         raise LossError(f"{name} is not in the loss language{known}")
     for argument in expression.args:

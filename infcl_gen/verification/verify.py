@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size
 MEMORY_INPUTS_BYTES = 4 << 30
 
 Row = dict[str, Any]  # check (name), passed, detail (one line)
+Progress = Callable[[str, int, int], None]  # the check that begins, checks done, checks in all
 
 
 def verify_package(
@@ -33,6 +35,7 @@ def verify_package(
     aot: Sequence[str] = (),
     examples: int | None = None,
     edited: bool = False,
+    progress: Progress = lambda *_: None,
 ) -> list[Row]:
     """Check the package in folder `path`; every check becomes a row, passed or not.
 
@@ -44,7 +47,8 @@ def verify_package(
     4. `ranks`: the gate on a ring of so many processes, by NCCL if there are as many GPUs, else by gloo.
     5. `aot`: the kernels compiled for these targets, without a GPU.
 
-    Package code runs in processes of its own. One killed after TIMEOUT_S seconds is a failed check.
+    Package code runs in processes of its own. One killed after TIMEOUT_S seconds is a failed check. progress(check,
+    done, total) is called before each check that compiles or runs it.
     Raises InputError if `path` is no package (`edited`: as `read_package`), or an argument is wrong; ToolchainError if
     torch is missing.
     """
@@ -55,31 +59,44 @@ def verify_package(
         check_word("--aot", target, tuple(sorted(SHARED_BYTES)))
     rows = _byte_checks(folder)
     if all(row["passed"] for row in rows):
-        return rows + _code_checks(read_package(folder), ranks, aot, examples)
+        return rows + _code_checks(read_package(folder), ranks, aot, examples, progress)
     if not edited:
         why = "nothing was compiled: the files are not as generated; --edited compiles them all the same"
         return [*rows, _row("aot", False, why)] if aot else rows
     package = read_package(folder, edited=True)
-    return rows + [{**row, "edited": True} for row in _code_checks(package, ranks, aot, examples)]
+    return rows + [{**row, "edited": True} for row in _code_checks(package, ranks, aot, examples, progress)]
 
 
-def _code_checks(package: Package, ranks: int | None, aot: Sequence[str], examples: int | None) -> list[Row]:
+def _code_checks(
+    package: Package, ranks: int | None, aot: Sequence[str], examples: int | None, progress: Progress
+) -> list[Row]:
     """The rows of what compiles or runs the package's code."""
     rows, spec, folder, edited = list[Row](), package.spec, package.path, bool(package.edited)
-    compiled = aot_checks(folder, list(aot), edited) if aot else []
+    checks: list[tuple[str, Callable[[], list[Row]]]] = []
     if "loss.py" in package.edited:
-        return [_row("numerics", False, "loss.py was edited, and with it what numbers are compared with"), *compiled]
-    place = _place(spec, 1)
-    drawn = examples or EXAMPLES["numerics"][place]
-    cores = len(os.sched_getaffinity(0)) if place == "cuda" else 1  # kernels are compiled for each input
-    processes = max(1, min(MOST_PROCESSES, cores // 2, drawn))
-    rows += run("numerics", folder, place, drawn, processes, edited=edited)
-    if _memory_is_affordable(spec, place):
-        rows += run("memory", folder, place, edited=edited)
-    if ranks is not None:
-        place = _place(spec, ranks)
-        rows += run("ring", folder, place, examples or EXAMPLES["ring"][place], ranks, edited=edited)
-    return rows + compiled
+        rows = [_row("numerics", False, "loss.py was edited, and with it what numbers are compared with")]
+    else:
+        place = _place(spec, 1)
+        drawn = examples or EXAMPLES["numerics"][place]
+        cores = len(os.sched_getaffinity(0)) if place == "cuda" else 1  # kernels are compiled for each input
+        processes = max(1, min(MOST_PROCESSES, cores // 2, drawn))
+        numerics = partial(run, "numerics", folder, place, drawn, processes, edited=edited)
+        checks.append((f"numerics of {drawn} inputs, {place}", numerics))
+        if _memory_is_affordable(spec, place):
+            checks.append(
+                (f"memory at the planned size, {place}", partial(run, "memory", folder, place, edited=edited))
+            )
+        if ranks is not None:
+            place = _place(spec, ranks)
+            drawn = examples or EXAMPLES["ring"][place]
+            ring = partial(run, "ring", folder, place, drawn, ranks, edited=edited)
+            checks.append((f"a ring of {ranks} with {drawn} inputs, {place}", ring))
+    if aot:
+        checks.append((f"kernels for {', '.join(aot)}", partial(aot_checks, folder, list(aot), edited)))
+    for done, (what, check) in enumerate(checks):
+        progress(what, done, len(checks))
+        rows += check()
+    return rows
 
 
 def _byte_checks(folder: Path) -> list[Row]:

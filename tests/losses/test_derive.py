@@ -859,7 +859,7 @@ REFUSED = {
 }
 # What the message must say besides the loss's name: what is wrong, and that it is the language that lacks it.
 OUTSIDE = {
-    "unknown function": (sympy.sin(scale * z), "sin is not in the loss language"),
+    "unknown function": (sympy.sin(scale * z), "sin is not in the loss language; its functions are .*, sqrt$"),
     "the larger": (sympy.Max(z, 0), r"Max is not in the loss language: write maximum\(u, v\)$"),
     "a magnitude": (abs(z), r"Abs is not in the loss language: write maximum\(u, -u\)$"),
     "a fifth power": ((scale * z) ** 5, "powers of the loss language are .* not scale"),

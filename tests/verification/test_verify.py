@@ -51,8 +51,11 @@ def read_names(folder: Path) -> list[str]:
 
 
 def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
-    rows = verify_package(good, ranks=2, examples=4)
+    begun = list[tuple[str, int, int]]()
+    rows = verify_package(good, ranks=2, examples=4, progress=lambda *step: begun.append(step))
     assert all(row["passed"] for row in rows), rows
+    names = ("numerics of 4 inputs, cpu", "memory at the planned size, cpu", "a ring of 2 with 4 inputs, cpu")
+    assert begun == [(name, done, 3) for done, name in enumerate(names)]
     checks = [row["check"] for row in rows]
     assert checks[:2] == ["files", "re-render"] and "memory" in checks and checks[-1] == "ring of 2"
     assert {f"numerics {name}" for name in ("loss", "dq", "dk", "dscale", "dbias")} <= set(checks)
