@@ -189,7 +189,7 @@ BUGS = {  # the loss, and what is replaced in its schedule by what
 }
 BUGS_OVER_RANKS = {  # what is replaced where, and by which transport
     "a gather sends no statistics again": (
-        "_runtime/table.py", 'item.forward == "absent" or item.renewed', 'item.forward == "absent"', "gather",
+        "_runtime/table.py", ' or x.forward == "absent" or x.renewed', ' or x.forward == "absent"', "gather",
     ),
     "a ring changes others' statistics": (
         "_runtime/engine.py", "finished = panel_columns(saved.of_keys", "panel_columns(saved.of_keys", "ring"
