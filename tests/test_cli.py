@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,8 @@ def test_verify_reports_rows(package: Path, monkeypatch: pytest.MonkeyPatch, pas
 
     seen = {}
 
-    def fake(path: str, **given: Any) -> list[Any]:
+    def fake(path: str, progress: Callable[[str, int, int], None], **given: Any) -> list[Any]:
+        progress("numerics", 0, 1)
         seen.update(given)
         bytes_row = {"check": "bytes", "passed": True, "detail": "-"}
         marked = {"edited": True} if given["edited"] else {}
