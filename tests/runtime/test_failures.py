@@ -354,10 +354,11 @@ def assert_told(answer: Any, place: Place, rank: int, failure: Failure) -> None:
         return
     if package == "gather":
         # Whoever gives up first closes its connections: others may name it. Headers are looked at after the first work
-        # of backward: they may not have left the victim.
+        # of backward: they may not have left the victim. Messages that cannot begin are named together.
         peer = rf"(?!{rank})\d"
-        told = rf"{failure.place} gather, hop \d of {world}: rank {rank} failed (sending to|receiving from) "
-        told += rf"rank {peer}: |control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
+        end = rf"(sending to|receiving from) rank {peer}"
+        told = rf"{failure.place} gather, hop \d of {world}: rank {rank} failed {end}( or {end})*: "
+        told += rf"|control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
         assert re.match(told, text), answer
         return
     step = 1 if failure.place == "forward" else -1  # to whom keys go
