@@ -8,11 +8,11 @@ Beyond that the nightly tier alone
 - draws features of ten dimensions up to 1 152 and up to 170 rows under the interpreter (5 s each instead of 0.5 s); CI
   four dimensions up to 100, and up to 100 rows,
 - has the gate judge kernels of each loss of the tests, on one device and over each way of sending; CI of each built-in
-  loss, and of others where no other test of kernels does; over ranks one for each trait,
-- runs every ragged size of `panel` and `fused` between guard bands, CI every fourth of `fused`,
+  loss, between guard bands alone where it is judged there, and of others where no other test of kernels does; over
+  ranks one for each trait,
+- runs every ragged size of `panel` and `fused` between guard bands, CI every eighth of `fused`,
 - runs thirteen sizes of each other package and every one of the CPU target; CI two, and four of four packages,
-- runs the check of every planted bug; CI of one by each check in each strategy, and by the gate on panels of one in
-  each of nine kinds of kernels,
+- runs the check of every planted bug of kernels; CI of one by each check,
 - compiles every kernel ahead of time (2 minutes); CI, of one or two dimensions of a loss, those of which
   tests/compiled.json does not know what they take,
 - judges the legality of all that the tuner proposes; CI judges a tenth,
