@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 
 from infcl_gen import processes
-from tests.forks import Servers
+from tests.forks import SERVERS
 from tests.imports import quicken
 
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
@@ -141,14 +141,7 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.fixture(scope="session")
-def _fork_servers() -> Iterator[Servers]:
-    servers = Servers()
-    yield servers
-    servers.close()
-
-
 @pytest.fixture
-def forked(_fork_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of `infcl_gen.processes` are forked from one that has imported torch."""
-    monkeypatch.setattr(processes, "_start", _fork_servers.start)
+    monkeypatch.setattr(processes, "_start", SERVERS.start)

@@ -3,13 +3,18 @@
 They are this process's children, and in all else (session, environment, standard streams, exit codes) as if started.
 Their command line is that of the server, and what tests have patched here is not patched there. Where Triton
 is to interpret, it is the faster interpreter of tests.kernels.interpreter.
+
+Servers are forked in turn: from the first, without Triton, one whose Triton interprets kernels and one that compiles
+them. From these come the servers of `multiprocessing`, too. Each with its own imports they took 20 s.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
+import multiprocessing.util
 import os
 import runpy
 import socket
@@ -17,20 +22,25 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
 from typing import IO, Any
+from unittest import mock
 
 from infcl_gen import processes
 from infcl_gen.emission import build
 from infcl_gen.inputs.problem import make_problem
 from tests.imports import quicken
 
-PRELOADED = ("torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest")
-# Both import triton, which reads then whether kernels are interpreted.
-INTERPRETING = (*PRELOADED, "tests.kernels.interpreter")
-# What wrappers of modules import in 2 s, and what compiles kernels in 0.3 s.
+# None of these imports triton, which reads then whether kernels are interpreted.
+PRELOADED = (
+    "torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest",
+    "tests.runtime.ring_worker",
+)  # fmt: skip
+INTERPRETING = ("tests.kernels.interpreter",)
+# What wrappers of modules import in 1 s, what compiles kernels, and what deterministic mode imports.
 COMPILING = (
-    *PRELOADED, "torch._dynamo", "tests.step.ranks",
-    "tests.compiled", "infcl_gen.verification.aot", "triton.experimental.gluon.nvidia.hopper",
+    "torch._dynamo", "tests.step.ranks", "tests.compiled", "infcl_gen.verification.aot",
+    "triton.experimental.gluon.nvidia.hopper", "torch._inductor.config",
 )  # fmt: skip
 LARGEST_MESSAGE = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
@@ -49,46 +59,70 @@ class Forked:
         return self.returncode
 
 
-class Servers:
-    """`start` stands for `processes._start`. One server for processes that interpret kernels, and one for others."""
-
-    def __init__(self) -> None:
-        self._servers: dict[bool, Server] = {}
-
-    def start(self, words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
-        interprets = environment.get("TRITON_INTERPRET") == "1"
-        if interprets not in self._servers:
-            self._servers[interprets] = Server(interprets)
-        return self._servers[interprets].start(words, log, environment)
-
-    def close(self) -> None:
-        for server in self._servers.values():
-            server.close()
-
-
 class Server:
-    def __init__(self, interprets: bool) -> None:
-        # Orphans become this process's children: a forked process's parent ends at once.
-        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl")
+    """The other end of a process that forks what it is asked to, itself started or forked from another server."""
+
+    def __init__(self, origin: Server | None = None, interprets: bool = False) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno()), str(int(interprets))]
-            environment = {**processes.own_environment(), "TRITON_INTERPRET": str(int(interprets))}
-            self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=environment)
+            if origin is not None:
+                origin.fork({"serves": interprets}, [theirs.fileno()])
+                return
+            # Orphans become this process's children: a forked process's parent ends at once.
+            if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+                raise OSError(ctypes.get_errno(), "prctl")
+            words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno())]
+            self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=processes.own_environment())
+
+    def fork(self, job: Mapping[str, Any], handles: Sequence[int]) -> int:
+        """The process that does the job with these open files."""
+        socket.send_fds(self._socket, [json.dumps(job).encode()], handles)
+        return int(self._socket.recv(64))
+
+
+class Servers:
+    """`start` stands for `processes._start`."""
+
+    @functools.cached_property
+    def first(self) -> Server:
+        return Server()
+
+    @functools.cached_property
+    def compiling(self) -> Server:
+        return Server(self.first)
+
+    @functools.cached_property
+    def interpreting(self) -> Server:
+        return Server(self.first, interprets=True)
 
     def start(self, words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
+        server = self.interpreting if environment.get("TRITON_INTERPRET") == "1" else self.compiling
         job = {"words": list(words), "environment": environment, "folder": os.getcwd()}
         (read, requests), (answers, write) = os.pipe(), os.pipe()
-        socket.send_fds(self._socket, [json.dumps(job).encode()], [read, write, log.fileno()])
-        pid = int(self._socket.recv(64))
+        pid = server.fork(job, [read, write, log.fileno()])
         for handle in (read, write):
             os.close(handle)
         return Forked(pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
 
-    def close(self) -> None:
-        self._socket.close()
-        self._server.wait()
+
+SERVERS = Servers()
+
+
+class PoolServer(forkserver.ForkServer):
+    """That of `multiprocessing`, forked."""
+
+    def __init__(self, interprets: bool) -> None:
+        super().__init__()
+        self._interprets = interprets
+
+    def ensure_running(self) -> None:
+        def forked(path: bytes, words: Sequence[str], handles: Sequence[int]) -> int:
+            server = SERVERS.interpreting if self._interprets else SERVERS.compiling
+            return server.fork({"environment": dict(os.environ)}, handles)
+
+        resource_tracker.ensure_running()  # or it would be forked, too
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", forked):
+            super().ensure_running()
 
 
 def fork(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
@@ -103,18 +137,18 @@ def fork(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Fork
     return Forked(pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
 
 
-def serve(handle: int, interprets: bool) -> None:
-    for name in INTERPRETING if interprets else COMPILING:
+def serve(handle: int, names: Sequence[str]) -> None:
+    for name in names:
         __import__(name)
-    if interprets:
+    if names == INTERPRETING:
         sys.modules["tests.kernels.interpreter"].accelerate()
-    else:
+    elif names == COMPILING:
         build(make_problem(batch_size=8, dim=8, target="cpu"))  # templates and CLIP's formulas stay: 0.3 s for each
     quicken()
     gc.freeze()  # a collection in a forked process would copy these pages
     with socket.socket(fileno=handle) as requests:
         while True:
-            message, streams, *_ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
+            message, handles, *_ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
             if not message:
                 return
             read, write = os.pipe()
@@ -125,11 +159,28 @@ def serve(handle: int, interprets: bool) -> None:
                     os.write(write, str(child).encode())
                     os._exit(0)
                 requests.close()
-                run(json.loads(message), streams)
+                do(json.loads(message), handles)
             os.waitpid(parent, 0)
             requests.send(os.read(read, 64))
-            for each in (read, write, *streams):
+            for each in (read, write, *handles):
                 os.close(each)
+
+
+def do(job: dict[str, Any], handles: list[int]) -> None:
+    """Never returns."""
+    if "words" in job:
+        run(job, handles)
+    try:
+        if "serves" in job:
+            os.environ["TRITON_INTERPRET"] = str(int(job["serves"]))
+            serve(*handles, INTERPRETING if job["serves"] else COMPILING)
+        else:
+            os.environ.update(job["environment"])
+            forkserver.main(*handles, [])
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def run(job: dict[str, Any], streams: list[int]) -> None:
@@ -161,4 +212,4 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2] == "1")
+    serve(int(sys.argv[1]), PRELOADED)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Servers
 from tests.kernels.packages import use_folder
 from tests.kernels.worker import Interpreter
 
 
 @pytest.fixture(scope="session")
-def interpreted(shared_folder: Path, _fork_servers: Servers) -> Iterator[Interpreter]:
+def interpreted(shared_folder: Path) -> Iterator[Interpreter]:
     """`interpreted(check, *arguments)`: the check, in a process where Triton interprets its kernels on the CPU."""
-    interpreter = Interpreter(shared_folder, _fork_servers)
+    interpreter = Interpreter(shared_folder)
     yield interpreter
     interpreter.close()
 

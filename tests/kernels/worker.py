@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 from infcl_gen import processes
-from tests.forks import Servers
+from tests.forks import SERVERS
 
 TIMEOUT_S = 280.0
 
@@ -25,8 +25,8 @@ TIMEOUT_S = 280.0
 class Interpreter:
     """`interpreter(check, *arguments)` runs a check there; what it raises becomes an AssertionError here."""
 
-    def __init__(self, folder: Path, servers: Servers) -> None:
-        self.folder, self._servers = folder, servers
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._start()
 
     def __call__(self, check: Callable[..., Any], *arguments: Any) -> None:
@@ -50,7 +50,7 @@ class Interpreter:
         self._worker.kill()
 
     def _start(self) -> None:
-        with mock.patch.object(processes, "_start", self._servers.start):
+        with mock.patch.object(processes, "_start", SERVERS.start):
             task, log = "tests.kernels.worker:serve", self.folder / f"interpreter{os.getpid()}.log"
             self._worker = processes.Worker(task, [str(self.folder)], log, {"TRITON_INTERPRET": "1"})
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.forks import PoolServer
+
 from . import ring_worker
 
 Packages = Callable[..., ModuleType]
@@ -44,11 +46,8 @@ BACKENDS = {
     "nccl-waiting": Backend("nccl", {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
 }
 
-# Imported once, not by every process. The config is imported by deterministic mode, in 1.5 s; it imports Triton, which
-# then reads whether to interpret, so that processes which interpret are forked from a server without it.
-_SERVER, _INTERPRETING = forkserver.ForkServer(), forkserver.ForkServer()
-_SERVER.set_forkserver_preload([ring_worker.__name__, "torch._inductor.config"])
-_INTERPRETING.set_forkserver_preload([ring_worker.__name__])
+# By whether their processes interpret kernels.
+_SERVERS = {interprets: PoolServer(interprets) for interprets in (False, True)}
 
 
 def backends(*names: str) -> list[Any]:
@@ -75,8 +74,7 @@ class Pool:
         backend: str = "gloo",
         groups: Sequence[tuple[int, ...]] = ring_worker.GROUPS,
     ) -> None:
-        interpreted = "TRITON_INTERPRET" in BACKENDS[backend].environment
-        server = _INTERPRETING if interpreted else _SERVER
+        server = _SERVERS["TRITON_INTERPRET" in BACKENDS[backend].environment]
         context = multiprocessing.get_context("forkserver")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.logs = tempfile.TemporaryDirectory(prefix="infcl-gen-pool-")

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.verification.properties import Case, Inputs, autograd_results, inputs_of
-from tests.imports import quicken
 from tests.verification.dense import dense_loss
 
 HIDDEN = 5
@@ -39,7 +38,6 @@ GROUPS = (
 )  # fmt: skip
 HANG_S = 50.0  # of one job; below what a test waits for an answer
 BESIDE = "INFCL_TEST_CONTROL_BESIDE"  # in the environment: pretend that the group carries no host tensors
-quicken()  # once, in the server that processes are forked from: 0.2 s of each
 _groups: dict[tuple[int, ...], Any] = {}
 _device = torch.device("cpu")
 
@@ -64,10 +62,6 @@ def main(seat: Seat, pipe: Connection) -> None:
     # cuBLAS is repeatable only with a workspace of its own for each stream.
     os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **seat.environment})
     torch.set_num_threads(1)
-    if seat.environment.get("TRITON_INTERPRET") == "1":
-        from tests.kernels.interpreter import accelerate
-
-        accelerate()
     gpu = seat.backend == "nccl"
     # Here it is for the NaNs; on GPUs some operations of the reference have no deterministic version.
     torch.use_deterministic_algorithms(True, warn_only=gpu)
