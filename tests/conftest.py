@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from infcl_gen import processes
 from tests.forks import SERVERS
@@ -121,6 +122,15 @@ def _unsynced_files() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _quick_imports() -> None:
     quicken()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _the_same_examples() -> Iterator[None]:
+    """Hypothesis also draws constants of the modules that happen to be imported, which differ between workers. To read
+    ours took 4 s in each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "_get_local_constants", lambda: providers._local_constants, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,6 +1,7 @@
 """The structure that design decisions rest on: imports run one way, and planning needs neither torch nor triton."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ DOOR = (  # what users meet first
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Absolute names of all modules that a file imports anywhere in it, except under `if TYPE_CHECKING`."""
     package = ".".join(path.relative_to(ROOT).parent.parts)

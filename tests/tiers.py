@@ -15,7 +15,7 @@ Beyond that the nightly tier alone
 - runs the check of every planted bug of kernels; CI of one by each check,
 - compiles every kernel ahead of time (2 minutes); CI, of one or two dimensions of a loss, those of which
   tests/compiled.json does not know what they take,
-- judges the legality of all that the tuner proposes; CI judges a tenth,
+- judges the legality of all that the tuner proposes; CI of seven for each family,
 - takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
   and the kernels of four,
 - draws rings in one process of up to 64 ranks (5 s each) and features of nine widths; CI up to 16 ranks and two
@@ -47,7 +47,7 @@ Beyond that the nightly tier alone
 - lays each package out over gloo processes in every way; CI each package and each way once,
 - refuses each mismatch on two ranks and on four; CI on either,
 - draws 50 to 3 000 examples of a property where CI draws 1 to 30,
-- judges eight planned packages under the interpreter by seven examples each, CI by three, and runs 27 self-tests of
+- judges eight planned packages under the interpreter by seven examples each, CI seven by two, and runs 27 self-tests of
   planned tiles; CI six of other kernels,
 - runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one, and two of four
   where rows are computed twice,
@@ -55,7 +55,7 @@ Beyond that the nightly tier alone
   three in one each, at two sizes and in three ranges,
 - plans under three further hash seeds and generates the golden packages under four, CI under one; prints the
   formulas of all losses under another hash seed, CI of a third,
-- compiles four candidates of the tuner for the target (4 s each), CI three,
+- compiles four candidates of the tuner for the target (4 s each), CI two,
 - interrupts tuning runs at twenty random moments (4 s each), CI one run, forked, as it runs candidates,
 - measures torch.compile by Inductor (20 s of g++) and trains under torchrun; CI by aot_eager, in forked processes,
 - trains in fp32 and compares accuracies with the spread of seeds (18 s); CI tests single steps in fp32,

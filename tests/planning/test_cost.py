@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -20,36 +21,37 @@ from tests.emission.golden import markdown
 from tests.planning.conftest import allowed_error, budget_of, plan_flags
 from tests.tiers import LONG
 
-TRAITS = {name: derive(spec).traits for name, spec in BUILTIN_LOSSES.items()}
-CHOICES = [
-    Choice(
-        strategy=strategy, dim=8, traits=TRAITS[loss], dtype=dtype, world_size=2 if ring else 1,
-        product_by="library" if library else "triton", precision="exact" if dtype == "fp32" else "default",
-    )
-    for strategy in ("panel", "fused", "torch")
-    for dtype in ("bf16", "fp32")
-    for loss, ring, library in itertools.product(TRAITS, [True, False], [True, False])
-    if strategy != "fused" or loss != "siglip"
-]  # fmt: skip
-CHOICES += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
-CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.world_size > 1]
-CHOICES += [
-    dataclasses.replace(choice, keeps=True) for choice in CHOICES if choice.world_size > 1 and not choice.gather
-]
+STRATEGIES = ("fused", "panel", "stash", "torch")
 
 
-# Products of the library change terms of two sides and of pairs alike for all losses.
-CHOICES_OF_CI = [
-    choice
-    for choice in CHOICES
-    if LONG or choice.product_by == "triton" or choice.traits in (TRAITS["clip"], TRAITS["siglip"], TRAITS["ntxent"])
-]
+@functools.cache
+def choices() -> list[Choice]:
+    traits = {name: derive(spec).traits for name, spec in BUILTIN_LOSSES.items()}
+    found = [
+        Choice(
+            strategy=strategy, dim=8, traits=traits[loss], dtype=dtype, world_size=2 if ring else 1,
+            product_by="library" if library else "triton", precision="exact" if dtype == "fp32" else "default",
+        )
+        for strategy in ("panel", "fused", "torch")
+        for dtype in ("bf16", "fp32")
+        for loss, ring, library in itertools.product(traits, [True, False], [True, False])
+        if strategy != "fused" or loss != "siglip"
+    ]  # fmt: skip
+    found += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
+    found += [dataclasses.replace(choice, transport="gather") for choice in found if choice.world_size > 1]
+    found += [
+        dataclasses.replace(choice, keeps=True) for choice in found if choice.world_size > 1 and not choice.gather
+    ]
+    assert {choice.strategy for choice in found} == set(STRATEGIES)
+    # Products of the library change terms of two sides and of pairs alike for all losses.
+    ci = [traits[name] for name in ("clip", "siglip", "ntxent")]
+    return [choice for choice in found if LONG or choice.product_by == "triton" or choice.traits in ci]
 
 
-@pytest.mark.parametrize("strategy", sorted({choice.strategy for choice in CHOICES}))
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_terms_are_closed_expressions(strategy: str) -> None:
     known = set(SYMBOLS.values())
-    for choice in {choice for choice in CHOICES_OF_CI if choice.strategy == strategy}:
+    for choice in {choice for choice in choices() if choice.strategy == strategy}:
         for term in buffer_terms(choice):
             assert sympy.sympify(term.bytes).free_symbols <= known, choice
         for time in time_terms(choice):

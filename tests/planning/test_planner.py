@@ -152,7 +152,7 @@ FACTORS = st.lists(st.floats(1.0, 40.0), max_size=3)
 BUDGETS = st.one_of(st.none(), st.integers(2**10, 2**40), st.integers(2**24, 2**31))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(), FACTORS)
 def test_budget_kept_and_more_is_never_slower(problem: Problem, factors: list[float]) -> None:
     budget_and_monotony(problem, factors)

@@ -175,14 +175,17 @@ def test_candidates_are_compiled_before_they_are_run(tmp_path: Path) -> None:
         (("gradient.stages", "2"),),
         (("gradient.keys", "256"), ("gradient.rows", "64")),
         (("gradient.keys", "256"), ("gradient.rows", "256"), ("gradient.warps", "16")),
-    ][: 4 if LONG else 3]
+    ]
+    if not LONG:
+        wanted = [wanted[0], wanted[2]]
     run = Family(case, "gradient", (), Limits(jobs=2), tmp_path)
     run.entries = [Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
     run._judge_legality()
     assert not any(entry.status for entry in run.entries)
     run._compile(math.inf)
-    assert [entry.status for entry in run.entries[:2]] == ["", ""]
-    for entry in run.entries[2:]:
+    fine = 2 if LONG else 1
+    assert not any(entry.status for entry in run.entries[:fine])
+    for entry in run.entries[fine:]:
         assert entry.status in ("spills", "does not compile") and entry.detail
 
 
@@ -393,7 +396,7 @@ def test_every_family_of_every_strategy_has_legal_candidates(
     for family in expected:
         run = Family(case, family, (), Limits(), tmp_path)
         offered = search.proposals(case, family, ())
-        wanted = dict.fromkeys([(), *offered[:: 1 if LONG else max(1, len(offered) // 12)]])
+        wanted = dict.fromkeys([(), *offered[:: 1 if LONG else max(1, len(offered) // 7)]])
         run.entries = [Entry(settings, tmp_path / str(index)) for index, settings in enumerate(wanted)]
         run._judge_legality()
         run._rank(8)
