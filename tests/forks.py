@@ -31,15 +31,13 @@ from infcl_gen.emission import build
 from infcl_gen.inputs.problem import make_problem
 from tests.imports import quicken
 
-# None of these imports triton, which reads then whether kernels are interpreted.
-PRELOADED = (
-    "torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest",
-    "tests.runtime.ring_worker",
-)  # fmt: skip
-INTERPRETING = ("tests.kernels.interpreter",)
+# None of these imports triton or our runtime, which read then whether kernels are interpreted.
+FIRST = ("torch.distributed", "torch.profiler", "torch.fx.experimental.proxy_tensor", "infcl_gen.emission.lower")
+PRELOADED = ("infcl_gen.verification.worker", "infcl_gen.bench.contest", "tests.runtime.ring_worker")
+INTERPRETING = (*PRELOADED, "tests.kernels.interpreter")
 # What wrappers of modules import in 1 s, what compiles kernels, and what deterministic mode imports.
 COMPILING = (
-    "torch._dynamo", "tests.step.ranks", "tests.compiled", "infcl_gen.verification.aot",
+    *PRELOADED, "torch._dynamo", "tests.step.ranks", "tests.compiled", "infcl_gen.verification.aot",
     "triton.experimental.gluon.nvidia.hopper", "torch._inductor.config",
 )  # fmt: skip
 LARGEST_MESSAGE = 1 << 17
@@ -172,6 +170,7 @@ def do(job: dict[str, Any], handles: list[int]) -> None:
         run(job, handles)
     try:
         if "serves" in job:
+            assert not sys.modules.keys() & {"triton", "infcl_gen.runtime.launch"}, "they have read it"
             os.environ["TRITON_INTERPRET"] = str(int(job["serves"]))
             serve(*handles, INTERPRETING if job["serves"] else COMPILING)
         else:
@@ -212,4 +211,4 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), PRELOADED)
+    serve(int(sys.argv[1]), FIRST)
