@@ -34,6 +34,7 @@ FAILED_S = 0.2  # wait after the first failed rank, for others that fail with it
 
 Requests = queue.SimpleQueue[dict[str, Any]]
 Answer = Callable[..., None]
+Progress = Callable[[str, int, int], None]  # is told what begins, how much is done, and of how much
 
 
 class ProcessError(ToolchainError):

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "fe3574d65f68914caf5288507c43e3a8e1a31267fabb2fa24d46a35e90a21f7b",
+    "digest": "692e9079d7323decc1e4cc5e4dd7bc9faf8c60e9029dca95e26c9da396e037cc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4cb0d36472bb4e93738c8e539c93ba027ccc31412afa49d53b43ba70a9fc5df4",
+    "digest": "48750d540d21b5b4e7e91558d90f7e3f32d4333d0d336fd31447a44af20e3c16",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -22,7 +22,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,10 +37,10 @@ from infcl_gen.emission import build, loss_of, plan_problem, read_package, write
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.inputs.text import check_integer, check_keys, check_word, parse_count, prefixes_text, read_toml, show
+from infcl_gen.processes import Progress
 
 CLOSE = 1.1  # predicted / measured peak; not with CUDA graphs: plans hold room for a call that cannot be recorded
 
-Progress = Callable[[str, int, int], None]  # the point's name, points done, points in all
 Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -227,7 +227,7 @@ def own_keywords(spec: Mapping[str, Any], q: Any, k: Any, first: int = 0, dtype:
         found["key_weight"] = torch.linspace(0.5, 1, len(k), device=k.device)
     if "negatives" in own:
         others = (q if k is None else k).detach()
-        rows, _ = negatives.shape(traits, q)
+        rows, _ = negatives.shape(traits.partnered, q)
         found["negatives"] = others[behind[:rows] % len(others)][:, None]
     if "query_state" in own:
         found["query_state"] = -behind / len(q)

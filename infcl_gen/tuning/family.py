@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from infcl_gen.kernels import TILES, families
 from infcl_gen.losses import LossSpec, derive
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.records import Candidate, Settings, measured_settings
-from infcl_gen.processes import Worker
+from infcl_gen.processes import Progress, Worker
 
 LEAST_GAIN = 0.01  # by which a winner beats the best so far; and by more than the doubt in both medians
 GIVE_UP = 1.3  # after GIVE_UP_ROUNDS a candidate whose best time exceeds this many times the best median is dropped
@@ -71,7 +71,6 @@ class Case:
 
 
 Proposed = tuple[str, Settings]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass

@@ -32,7 +32,8 @@ from infcl_gen.losses import derive
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning import records as measurements
 from infcl_gen.planning.records import Key, Record, Settings
-from infcl_gen.tuning.family import Case, Family, Limits, Progress, Proposed, belongs, proposed
+from infcl_gen.processes import Progress
+from infcl_gen.tuning.family import Case, Family, Limits, Proposed, belongs, proposed
 from infcl_gen.version import __version__, installed
 
 _LOG = logging.getLogger("infcl_gen")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.runtime.negatives import shape as negatives_shape
 from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.gate import GateRow, gate, gate_states, truth_of
@@ -214,7 +215,7 @@ def _vectors(
         key_weight = torch.randn(case.keys, generator=generator)
         key_weight[key_weight.abs() < 0.3] = 0.0
     if "negatives" in vectors:
-        shape = (case.queries // (1 + partnered), 1 + case.seed % 3, case.dim)
+        shape = (negatives_shape(partnered, q)[0], 1 + case.seed % 3, case.dim)
         negatives = torch.nn.functional.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=2)
         own = torch.nn.functional.normalize(q.to("cpu", torch.float64), dim=1, eps=1e-6)
         negatives = (negatives + (case.seed // 3 % 2) * own[: len(negatives), None]).to(DTYPES[case.dtype])

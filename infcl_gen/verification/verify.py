@@ -11,7 +11,7 @@ from infcl_gen.emission import read_package, rerender
 from infcl_gen.emission.package import Package, PartialPackageError
 from infcl_gen.errors import InfclError, InputError, ToolchainError
 from infcl_gen.inputs.text import check_word
-from infcl_gen.processes import ProcessError, run_ranks
+from infcl_gen.processes import ProcessError, Progress, run_ranks
 from infcl_gen.verification.aot import SHARED_BYTES, aot_checks
 from infcl_gen.version import __version__, interpreter_defect
 
@@ -26,7 +26,6 @@ MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size
 MEMORY_INPUTS_BYTES = 4 << 30
 
 Row = dict[str, Any]  # check (name), passed, detail (one line)
-Progress = Callable[[str, int, int], None]  # the check that begins, checks done, checks in all
 
 
 def verify_package(

@@ -438,11 +438,10 @@ def _check_vectors(package: Package, call: Call) -> None:
             raise ValueError(OWN_KEYS.format(package.loss_name, len(call.k), len(call.q)))
         if _is_vector(package, name, x, q):
             continue
-        rows = _shape(q)[0]
-        shape = f"({rows},)"
+        shape = f"({_shape(q)[0]},)"
         if name == "negatives":
-            of_pairs = " of pairs in the order of their first rows," * package.traits.partnered
-            shape = f"({of_single.shape(package.traits, q)[0]}, H, {package.dim}), with H at least 1,{of_pairs}"
+            more = "with H at least 1," + " of pairs in the order of their first rows," * package.traits.partnered
+            shape = f"({of_single.shape(package.traits.partnered, q)[0]}, H, {package.dim}), {more}"
         dtype = "fp32 or fp64" if name in _STATES else "floating-point"
         expected = f"{name} must be a dense {dtype} tensor of shape {shape} on {q.device}"
         if x is None:
@@ -493,7 +492,7 @@ def _is_vector(package: Package, name: str, x: Any, q: Tensor) -> bool:
     if not isinstance(x, Tensor) or not _is_dense(name, x) or (name in _STATES and x.requires_grad):
         return False
     if name == "negatives":
-        fits = x.dim() == 3 and x.shape[::2] == of_single.shape(package.traits, q) and x.shape[1] > 0
+        fits = x.dim() == 3 and x.shape[::2] == of_single.shape(package.traits.partnered, q) and x.shape[1] > 0
         return x.device == q.device and fits
     return x.device == q.device and x.shape == q.shape[:1] and (name not in _STATES or _is_writable(x))
 

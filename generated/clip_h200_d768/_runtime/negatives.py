@@ -27,9 +27,9 @@ class Pairs(NamedTuple):
     of_row: Tensor
 
 
-def shape(traits: Traits, q: Tensor) -> tuple[Any, Any]:
-    """How many queries, or pairs, have negatives, and of which width."""
-    return (q.shape[0] // 2 if traits.partnered else q.shape[0]), q.shape[1]
+def shape(partnered: bool, q: Tensor) -> tuple[Any, Any]:
+    """How many queries, or pairs where rows are `partnered`, have negatives, and of which width."""
+    return (q.shape[0] // 2 if partnered else q.shape[0]), q.shape[1]
 
 
 def pairs(labels: Tensor | None, rows: int, device: torch.device) -> Pairs:

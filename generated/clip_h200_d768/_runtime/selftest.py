@@ -110,7 +110,7 @@ def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
     state = torch.where(weights < 0.2, -math.inf, -weights)
     weights_of_both = {"query_weight": weights, "key_weight": weights.flip(0)}
     states = {"query_state": state, "key_state": state.flip(0)}
-    further = torch.stack((q.roll(1, 0), q.flip(1)), 1)[: negatives.shape(package.traits, q)[0]]
+    further = torch.stack((q.roll(1, 0), q.flip(1)), 1)[: negatives.shape(package.traits.partnered, q)[0]]
     found = weights_of_both | {"negatives": further} | states
     return {name: found[name] for name in package.traits.vectors}
 

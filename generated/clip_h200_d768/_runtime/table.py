@@ -15,7 +15,7 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
     none      One device.
 
 A forward that has the sums for dk goes as backward does: sums for others go home beside the work on the own keys. The
-keys that it begins with come beside no work, in half as many bytes.
+keys that it begins with come beside no work, in 16 bits where sums have 32.
 
 Of a `triangle` queries are keys of each other, and one of two ranks computes their pairs: a rank meets the keys of
 those up to half way back, and has sums for each but itself. What has come home for its own keys belongs to its queries.
