@@ -23,6 +23,7 @@ from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
 from tests.runtime.test_triangle import DIM, features, passes_its_selftest
+from tests.tiers import some
 from tests.verification.dense import dense
 
 OWN = """
@@ -219,7 +220,7 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
     wrong = in_panels(with_bug(package(), bug, *BUGS[bug]))
     with pytest.raises(AssertionError):

@@ -25,6 +25,7 @@ from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World
 from tests.runtime.test_several import in_panels
 from tests.runtime.test_triangle import DIM, features, passes_its_selftest
+from tests.tiers import some
 from tests.verification.dense import dense
 
 OWN = """
@@ -203,7 +204,7 @@ BUGS = {  # what is replaced where by what
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     name = f"mil_nce_multi_{''.join(each for each in bug if each.isalpha())}"
     monkeypatch.syspath_prepend(str(tmp_path))

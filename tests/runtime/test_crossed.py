@@ -26,6 +26,7 @@ from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
 from tests.runtime.test_triangle import DIM, features, passes_its_selftest
+from tests.tiers import some
 from tests.verification.dense import dense
 
 LOSSES = ("mil_nce", "weighed_by_column", "decoupled_clip")
@@ -197,7 +198,7 @@ BUGS_OVER_RANKS = {  # what is replaced where, and by which transport
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
     loss, *edit = BUGS[bug]
     wrong = in_panels(with_bug(package(loss=loss), bug, *edit))
@@ -205,7 +206,7 @@ def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str)
         as_defined(wrong, inputs(22, 3.0), loss)
 
 
-@pytest.mark.parametrize("bug", BUGS_OVER_RANKS)
+@pytest.mark.parametrize("bug", some(BUGS_OVER_RANKS))
 def test_planted_bugs_of_transports_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     *edit, transport = BUGS_OVER_RANKS[bug]
     name = f"mil_nce_{''.join(each for each in bug if each.isalpha())}"

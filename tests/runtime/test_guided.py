@@ -22,7 +22,7 @@ from tests.losses.specs import APART, DERIVABLE
 from tests.runtime.in_process import World
 from tests.runtime.test_several import SHARDS, in_panels
 from tests.runtime.test_triangle import DIM, features, passes_its_selftest
-from tests.tiers import combined, in_pairs
+from tests.tiers import combined, in_pairs, some
 from tests.verification.dense import dense
 
 FACTORS = (1e-3, 3.0, 60.0)  # of a guide's features: its similarities are all alike, apart, or up to some thousands
@@ -292,7 +292,7 @@ kept = g[row, column].clone()
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", [*BUGS, *OF_BOTH_SIDES])
+@pytest.mark.parametrize("bug", some([*BUGS, *OF_BOTH_SIDES]))
 def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
     both = bug in OF_BOTH_SIDES
     good = package(loss="distill_apart") if both else package()

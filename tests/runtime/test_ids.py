@@ -13,7 +13,7 @@ import torch
 
 from infcl_gen.verification.properties import Case, Inputs, inputs_of
 from tests.kernels.planted import Edit
-from tests.tiers import nightly
+from tests.tiers import nightly, some
 from tests.verification.dense import dense, dense_loss
 
 from . import ring_worker
@@ -194,7 +194,7 @@ BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", some(BUGS))
 def test_planted_bugs_are_noticed(pool: Pool, packages: Packages, planted: Callable[..., str], name: str) -> None:
     loss, way, edit = BUGS[name]
     ranks, rows = (0, 1, 2), [7, 7, 7]

@@ -25,7 +25,7 @@ from infcl_gen.runtime.table import RECEIVED, Table, Travelling
 from infcl_gen.runtime.transport import Tensors, Trip
 from tests.planning.tables import gather_table, ring_table
 from tests.planning.walk import walk
-from tests.tiers import DRAWN_NODES, DRAWN_RANKS, LONG, examples, nightly
+from tests.tiers import DRAWN_NODES, DRAWN_RANKS, LONG, examples, nightly, some
 from tests.verification.dense import dense
 
 from .in_process import Ring, Stopped, TransportError, World, current_rank
@@ -798,7 +798,7 @@ PLANTED = {name: bug for name, bug in (BUGS | MORE_BUGS).items() if name not in 
 sound = functools.cache(check)
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", some(PLANTED, 9))
 def test_planted_bugs_are_noticed(packages: Packages, planted: Planted, name: str) -> None:
     bug = PLANTED[name]
     keys = tuple(n + 3 for n in reversed(bug.rows)) if bug.loss == "infonce" else bug.keys or bug.rows

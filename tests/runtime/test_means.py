@@ -18,7 +18,7 @@ from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, inputs_of
 from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import Edit
-from tests.tiers import combined, in_pairs, nightly
+from tests.tiers import combined, in_pairs, nightly, some
 from tests.verification.dense import dense, dense_loss
 
 from .in_process import World
@@ -222,7 +222,7 @@ OVER_RANKS: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", some(ALONE))
 def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
     loss, edit = ALONE[name]
     with pytest.raises(AssertionError):
@@ -230,7 +230,7 @@ def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize("name", some(OVER_RANKS))
 def test_planted_bugs_of_ranks_are_noticed(
     packages: Packages, planted: Callable[..., str], name: str, transport: str
 ) -> None:

@@ -138,7 +138,7 @@ OTHERS = ("infonce", "siglip", "siglip_multi", "clip_ids", "distill", "gist")
 
 
 @pytest.mark.parametrize(
-    ("loss", "wanted"), nightly(itertools.product(OTHERS, WANTED), combined(OTHERS, [WANTED[2], WANTED[4]]))
+    ("loss", "wanted"), nightly(itertools.product(OTHERS, WANTED), combined(OTHERS[2::2], [WANTED[2], WANTED[4]]))
 )
 def test_operators_with_labels_and_ids_are_well_formed(
     packages: Packages, loss: str, wanted: tuple[tuple[torch.dtype, ...], int]
@@ -146,7 +146,7 @@ def test_operators_with_labels_and_ids_are_well_formed(
     operators_are_well_formed(packages(loss, dtype="bf16"), [wanted])
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", nightly(BUGS, {BUGS[bug][0]: bug for bug in BUGS}.values()))
 def test_a_bug_in_the_operators_is_noticed(planted: Callable[..., str], bug: str) -> None:
     from torch.testing._internal.optests.generate_tests import OpCheckError  # imported in 1.3 s
 

@@ -24,7 +24,7 @@ from infcl_gen.verification.properties import apart_from_thresholds, neighbours,
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of, passes_its_selftest
-from tests.tiers import combined, nightly
+from tests.tiers import combined, nightly, some
 from tests.verification.dense import dense
 
 LOSSES = ("four_block", "weighed_by_partner", "three_block", "four_block_apart", "of_queries_alone", "near_rows")
@@ -202,7 +202,7 @@ BUGS = {  # the loss, and what is replaced in its schedule by what
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
     loss, *edit = BUGS[bug]
     wrong = in_panels(with_bug(package(loss), bug, *edit))

@@ -23,6 +23,7 @@ from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World, table_of, uninitialised_memory_is_nan
 from tests.runtime.test_several import in_panels
 from tests.runtime.test_triangle import DIM, features
+from tests.tiers import some
 
 SCALE, BIAS = 7.0, -0.5
 IDS = torch.arange(60) // 3
@@ -342,7 +343,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_noticed(
     bug: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, folder_of: Callable[[ModuleType], Any]
 ) -> None:

@@ -18,7 +18,7 @@ from infcl_gen.verification.oracle import Inputs, LossAndGrads
 from infcl_gen.verification.properties import Case, inputs_of
 from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import Edit
-from tests.tiers import combined, in_pairs, nightly
+from tests.tiers import combined, in_pairs, nightly, some
 
 from .in_process import World
 
@@ -245,14 +245,14 @@ OVER_RANKS: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", some(ALONE))
 def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
     wrong = importlib.import_module(planted(name, "clip_prefixes", (ALONE[name],)))
     with pytest.raises(AssertionError):
         as_defined(wrong, "clip_prefixes")
 
 
-@pytest.mark.parametrize("name", COSINES)
+@pytest.mark.parametrize("name", some(COSINES))
 def test_planted_bugs_of_cosines_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
     wrong = importlib.import_module(planted(name, "clip_cosines", (COSINES[name],)))
     with pytest.raises(AssertionError):
@@ -272,7 +272,7 @@ def test_radial_sums_that_stay_away_are_noticed(packages: Packages, planted: Cal
         over_ranks(wrong, "clip_cosines", "ring", True, ([6, 10], [10, 6]))
 
 
-@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize("name", some(OVER_RANKS))
 def test_planted_bugs_of_ranks_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
     wrong = importlib.import_module(planted(name, "clip_prefixes", (OVER_RANKS[name],)))
     with pytest.raises(AssertionError):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import infcl_gen
 from infcl_gen.emission import import_package
+from tests.tiers import combined
 from tests.verification.dense import dense
 
 Packages = Callable[..., ModuleType]
@@ -47,8 +48,7 @@ def wrong_by(quantity: str, error: float) -> Compute:
     return compute
 
 
-@pytest.mark.parametrize("quantity", QUANTITIES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize(("quantity", "dtype"), combined(QUANTITIES, ["bf16", "fp16", "fp32", "fp64"]))
 def test_errors_beyond_the_tolerance_fail_and_those_within_pass(packages: Packages, dtype: str, quantity: str) -> None:
     """Four roundings of the statistics dtype are allowed, and a little for the logits: a tolerance twice as wide fails
     here. Gradients in 16 bits have what rounding g and the result must cost; the errors of dscale then cancel."""
@@ -61,12 +61,16 @@ def test_errors_beyond_the_tolerance_fail_and_those_within_pass(packages: Packag
     assert not report_of(package, wrong_by(quantity, too_much * eps))["ok"]
 
 
-@pytest.mark.parametrize(("quantity", "factor"), [("loss", 1.002), ("dq", 1.02), ("dk", 1.02), ("dscale", 1.02)])
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("factor_of", "loss", "dtype"),
+    combined(
+        {"loss": 1.002, "dq": 1.02, "dk": 1.02, "dscale": 1.02}.items(), ["clip", "infonce"], ["bf16", "fp16", "fp32"]
+    ),
+)
 def test_results_that_are_a_little_too_large_fail(
-    packages: Packages, dtype: str, loss: str, quantity: str, factor: float
+    packages: Packages, factor_of: tuple[str, float], loss: str, dtype: str
 ) -> None:
+    quantity, factor = factor_of
     package = packages(loss, dtype=dtype, dim=96, panel=(64, 128))
     module = importlib.import_module(f"{package.__name__}._runtime.api")
 

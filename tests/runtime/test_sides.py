@@ -22,7 +22,7 @@ from infcl_gen.verification.properties import tensors
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of
 from tests.runtime.test_triangle import DIM, features, in_panels, labels_of, passes_its_selftest
-from tests.tiers import combined, in_pairs, nightly
+from tests.tiers import combined, in_pairs, nightly, some
 from tests.verification.dense import dense
 
 LOSSES = (
@@ -251,7 +251,7 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", some(BUGS))
 def test_planted_bugs_are_noticed(with_bug: Callable[..., ModuleType], bug: str) -> None:
     loss, *edit = BUGS[bug]
     wrong = in_panels(with_bug(package(loss), bug, *edit))

@@ -32,6 +32,7 @@ from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, check_case, inputs_of
 from tests.kernels.planted import Edit
 from tests.losses.specs import RATE, RATES_OF_SIDES
+from tests.tiers import some
 from tests.verification.dense import dense, moving_average
 
 from .pool import Packages, Pool, results
@@ -378,7 +379,7 @@ def test_verify_judges_next_states(packages: Packages, planted: Callable[..., st
     assert {row.quantity for row in check_case(wrong, case) if not row.passed} == VERIFIED[name]
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", some(BUGS))
 def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
     loss, edit = BUGS[name]
     wrong = importlib.import_module(planted(name, loss, (edit,)))

@@ -16,6 +16,7 @@ from infcl_gen.verification.gate import failures
 from infcl_gen.verification.oracle import Inputs, oracle, oracle_by_slices
 from infcl_gen.verification.properties import Case, check_case, inputs_of
 from tests.kernels.planted import Edit
+from tests.tiers import some
 from tests.verification.dense import dense
 
 from .pool import Packages, Pool
@@ -153,14 +154,14 @@ OVER_RANKS: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", some(ALONE))
 def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
     wrong = importlib.import_module(planted(name, "cwcl_both", (ALONE[name],)))
     with pytest.raises((AssertionError, RuntimeError)):
         test_one_device_against_the_definition(lambda _: wrong, "cwcl_both")
 
 
-@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize("name", some(OVER_RANKS))
 def test_planted_bugs_of_ranks_are_noticed(
     pool: Pool, packages: Packages, planted: Callable[..., str], name: str
 ) -> None:
