@@ -20,6 +20,7 @@ from infcl_gen.losses import BUILTIN_LOSSES, LossSpec
 from infcl_gen.processes import Worker
 from infcl_gen.verification.verify import verify_package
 from tests.documents import PAGES, ROOT, blocks, commands, links, sentences, without_generated
+from tests.tiers import nightly
 
 PYTHON = blocks("python")
 README = PAGES["README.md"]
@@ -108,7 +109,14 @@ def test_the_cluster_file_is_one() -> None:
     assert problem.links is not None and problem.links.node_latency_us is not None
 
 
-EXAMPLES = [found for found in PYTHON if "dist." not in found[1]]
+# Those that define losses of the page of losses run where these are judged (tests/verification/test_numerics.py).
+EXAMPLES = [
+    (page, code)
+    for page, code in PYTHON
+    if "dist." not in code and not (page == "docs/losses.md" and re.search(r"^\w+ = LossSpec\(", code, re.MULTILINE))
+]
+FIRST = [found for found in EXAMPLES if found[0] == "README.md"]
+OWN_PROCESS = nightly(FIRST, FIRST[1:])
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -131,7 +139,7 @@ def running(file: str, folder: Path, **environment: str) -> Iterator[Callable[[]
         worker.kill()
 
 
-@pytest.mark.parametrize("block", [found for found in EXAMPLES if found[0] == "README.md"], ids=named)
+@pytest.mark.parametrize("block", OWN_PROCESS, ids=named)
 def test_the_first_examples_run_on_their_own(block: tuple[str, str], tmp_path: Path) -> None:
     """Up to the end of the interpreter."""
     (tmp_path / "example.py").write_text(block[1])
@@ -143,7 +151,7 @@ def test_the_first_examples_run_on_their_own(block: tuple[str, str], tmp_path: P
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("block", [found for found in EXAMPLES if found[0] != "README.md"], ids=named)
+@pytest.mark.parametrize("block", [found for found in EXAMPLES if found not in OWN_PROCESS], ids=named)
 def test_examples_run(block: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("example.py").write_text(block[1])

@@ -14,6 +14,7 @@ from infcl_gen import cli
 from infcl_gen.cli.scaling import cells, clusters, simulated
 from infcl_gen.errors import InputError
 from infcl_gen.files import checksum
+from tests.tiers import nightly
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("--dim", "64", "--device-profile", "h200")
@@ -85,7 +86,7 @@ def test_a_cluster_file_gives_nodes_links_and_the_largest_size(tmp_path: Path) -
         clusters({**flags, "device_profile": "h100"}, [4], [4096])
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
+@pytest.mark.parametrize("suffix", nightly([".svg", ".png"], [".svg"]))
 def test_a_picture(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / f"{name}{suffix}" for name in "ab"]

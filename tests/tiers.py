@@ -26,6 +26,11 @@ Beyond that the nightly tier alone
 - repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
 - judges tf32 at 1 000 rows, too, and the CPU target in ten widths; CI at 128 rows and in four widths,
+- runs the first example of the README as a process of its own (8 s); CI forks it,
+- compares every row of long files of measurements with simulations, and frees a side of each plan; CI every third row,
+  and of five of seven plans one side,
+- combines losses and dtypes of the CPU target in solved batches, and changes of towers with all treatments; CI takes
+  each value once, and any two values together,
 - puts NaN and both infinities into both sides' features of each package; CI of one, in others NaN into one side and
   an infinity into the other,
 - puts all three into scale and bias of each package; CI into those of one, of the others infinity into the scale or

@@ -135,10 +135,9 @@ SMOOTHED = [
     Made("rows", "smooth", dim=72), Made("panel", "smooth", "fp16", dim=72), Made("panel", "smooth", "bf16", dim=72),
     Made("panel", "smooth_clip", "fp32", dim=72), Made("stash", "smooth_clip", dim=72),
 ]  # fmt: skip
-SMOOTHED_CPU = [
-    Made("torch", loss, dtype, dim=72) for loss in ("smooth", "smooth_clip") for dtype in ("bf16", "fp32", "fp64")
-]
-SOLVED_CPU = [Made("torch", loss, dtype, dim=72) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
+CPU_DTYPES = ("bf16", "fp32", "fp64")
+SMOOTHED_CPU = [Made("torch", loss, dtype, dim=72) for loss, dtype in combined(("smooth", "smooth_clip"), CPU_DTYPES)]
+SOLVED_CPU = [Made("torch", loss, dtype, dim=72) for loss, dtype in combined(("clip", "infonce"), CPU_DTYPES)]
 
 
 def named(made: Made) -> str:

@@ -10,13 +10,13 @@ from infcl_gen.verification.properties import Case
 from tests.kernels import checks
 from tests.kernels.packages import Made
 from tests.kernels.worker import Interpreter
-from tests.tiers import LONG, nightly
+from tests.tiers import LONG, combined, nightly
 
 EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")] + [
     Made("rows", "infonce")
 ]
 EACH += [Made("panel", dtype="fp32"), Made("rows", "smooth"), Made("panel", "smooth_clip")]
-CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce", "smooth") for dtype in ("bf16", "fp32", "fp64")]
+CPU = [Made("torch", loss, dtype) for loss, dtype in combined(("clip", "infonce", "smooth"), ("bf16", "fp32", "fp64"))]
 
 
 def named(made: Made) -> str:

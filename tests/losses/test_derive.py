@@ -59,7 +59,7 @@ from infcl_gen.losses.printers import c, p, r, x
 from infcl_gen.verification.oracle import dense_numbers, mean_share, numbers_of_rows
 from tests.calls import calls
 from tests.losses.specs import DERIVABLE, INFONCE_OF, KEPT, X, spec
-from tests.tiers import examples
+from tests.tiers import combined, examples
 from tests.verification.dense import dense_package
 
 
@@ -1000,19 +1000,19 @@ def test_a_weight_that_fp32_cannot_hold_is_refused(weight: str) -> None:
             spec(formula)
 
 
-@pytest.mark.parametrize(
-    ("nested", "message"),
-    [
-        (lambda u: tanh(u) + u, "at most 1000 parts"),
-        (lambda u: log(u) + u, "at most 1000 parts"),
-        (lambda u: softplus(u) + u, "at most 1000 parts"),
-        (lambda u: (u + z) ** 2, "at most 1000 parts"),
-        (softplus, "more than 10000 characters"),  # which a printer writes with its argument twice
-    ],
-)
-@pytest.mark.parametrize("times", [14, 60])
-def test_nested_functions_are_refused_at_once(nested: Any, message: str, times: int) -> None:
+NESTED: list[tuple[Any, str]] = [
+    (lambda u: tanh(u) + u, "at most 1000 parts"),
+    (lambda u: log(u) + u, "at most 1000 parts"),
+    (lambda u: softplus(u) + u, "at most 1000 parts"),
+    (lambda u: (u + z) ** 2, "at most 1000 parts"),
+    (softplus, "more than 10000 characters"),  # which a printer writes with its argument twice
+]
+
+
+@pytest.mark.parametrize(("case", "times"), combined(NESTED, [14, 60]))
+def test_nested_functions_are_refused_at_once(case: tuple[Any, str], times: int) -> None:
     """What SymPy and the printers do with them takes time that is exponential in the depth."""
+    nested, message = case
 
     def refused() -> None:
         with pytest.raises(LossError, match=message):

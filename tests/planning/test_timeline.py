@@ -54,8 +54,10 @@ MEASURED = [
 
 @pytest.mark.parametrize(("name", "idle", "more"), MEASURED)
 def test_simulated_times_are_near_the_measured(name: str, idle: bool, more: float) -> None:
-    """Every row of one, two and four GPUs within 10 % and `more`, of less than 0.1 ms within 15 %."""
+    """Every row of one, two and four GPUs (in CI every third of a long file) within 10 % and `more`, of less than
+    0.1 ms within 15 %."""
     rows = [row for row in json.loads((BENCH / name).read_text())["rows"] if row["impl"] == "infcl"]
+    rows = rows if LONG or len(rows) < 60 else rows[::3]
     assert rows
     far = []
     for row in rows:

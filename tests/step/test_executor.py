@@ -23,7 +23,7 @@ from infcl_gen.step.executor import Tower, TrainingStep, UnrepeatableError
 from infcl_gen.step.feed import Samples
 from infcl_gen.step.plan import Part, TowerPlan
 from tests.step.models import DIM, Pair, batch, dense, difference, features_of, gradients, model_of, pair, plain
-from tests.tiers import combined, nightly
+from tests.tiers import combined, in_pairs, nightly
 
 ROWS = 23
 PLANS = {
@@ -369,9 +369,12 @@ def checkpointed_inside(module: Pair) -> None:
     module.image.blocks[0].forward = lambda x: checkpoint(forward, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("text", ["cached", "kept"])
-@pytest.mark.parametrize("image", ["cached", "checkpointed", "mixture"])
-@pytest.mark.parametrize("change", [spectral, tied, partly_frozen, hooked, checkpointed_inside])
+CHANGES = (spectral, tied, partly_frozen, hooked, checkpointed_inside)
+
+
+@pytest.mark.parametrize(
+    ("change", "image", "text"), in_pairs(CHANGES, ["cached", "checkpointed", "mixture"], ["cached", "kept"])
+)
 def test_towers_as_users_have_them(change: Callable[[Pair], None], image: str, text: str) -> None:
     module, other, inputs, plan = pair(dropout=0.2), pair(dropout=0.2), batch(ROWS), plans(image, text)
     for each in (module, other):

@@ -31,7 +31,7 @@ from tests.step.models import DIM, batch, dense, difference, features_of, gradie
 from tests.step.test_live import bounds, of_a_small_loss, wide
 from tests.step.test_planner import problem
 from tests.test_cli import run
-from tests.tiers import combined
+from tests.tiers import combined, nightly
 
 CPU = torch.device("cpu")
 ROWS = 23
@@ -163,7 +163,10 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize(("split", "sizes"), combined(SPLITS, [(16, 16), (64, 32), (48, 100)]))
+MIXTURES = combined(SPLITS, [(16, 16), (64, 32), (48, 100)])
+
+
+@pytest.mark.parametrize(("split", "sizes"), nightly(MIXTURES, MIXTURES[1:3]))
 def test_the_account_bounds_the_peak_of_the_device(split: Any, sizes: tuple[int, int]) -> None:
     """Torch's allocator of the CPU stands for the device; the host's memory is mapped, and not in it."""
     plan = with_offloaded(split, sizes)

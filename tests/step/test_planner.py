@@ -97,7 +97,7 @@ def tower_costs(draw: st.DrawFn, name: str) -> TowerCosts:
     )  # fmt: skip
 
 
-@examples(3, 50)
+@examples(2, 50)
 @hypothesis.given(st.integers(4, 8), st.floats(0.02, 1.0), tower_costs("image"), tower_costs("text"))
 def test_the_choice_for_two_different_towers_is_within_one_percent(
     samples: int, share: float, image: TowerCosts, text: TowerCosts
