@@ -27,6 +27,9 @@ Beyond that the nightly tier alone
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
 - judges tf32 at 1 000 rows, too, and the CPU target in ten widths; CI at 128 rows and in four widths,
 - runs the first example of the README as a process of its own (8 s); CI forks it,
+- sends each loss of one side, of partners, means and prefixes in each way between ranks, and steps of means in each
+  size of micro-batches; CI each loss in one way, and each way,
+- takes all orders of backwards, large rings and scales of partners for each loss; CI each of them once,
 - compares every row of long files of measurements with simulations, and frees a side of each plan; CI every third row,
   and of five of seven plans one side,
 - combines losses and dtypes of the CPU target in solved batches, and changes of towers with all treatments; CI takes

@@ -182,9 +182,9 @@ def over_ranks(
     assert_close(averaged(results[0]), dense(loss, *inputs))
 
 
-@pytest.mark.parametrize(("transport", "keeps"), [("ring", True), ("ring", False), ("gather", False)])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_over_ranks(packages: Packages, loss: str, transport: str, keeps: bool) -> None:
+@pytest.mark.parametrize(("loss", "way"), combined(LOSSES, [("ring", True), ("ring", False), ("gather", False)]))
+def test_over_ranks(packages: Packages, loss: str, way: tuple[str, bool]) -> None:
+    transport, keeps = way
     """Uneven ranks, ranks without queries, without keys, and without both."""
     for shards in nightly(SHARDS, SHARDS[2:]):
         over_ranks(packages(loss), loss, transport, keeps, shards)

@@ -48,8 +48,7 @@ def as_defined(module: ModuleType, loss: str, rows: int, kind: str, scale: float
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12 + 1e-14 * scale, msg=f"{rows} rows: {name}")
 
 
-@pytest.mark.parametrize("scale", [1e-3, 2.0, 14.3, 1000.0])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "scale"), combined(LOSSES, [1e-3, 2.0, 14.3, 1000.0]))
 def test_it_is_the_formula_by_hand(loss: str, scale: float) -> None:
     for rows, kind in itertools.product((4, 6, 22), ("halves", "pairs")):
         as_defined(package(loss), loss, rows, kind, scale)
@@ -96,8 +95,7 @@ def test_others_that_are_all_above_the_threshold_leave_the_pair_alone() -> None:
 SHARDS = ([6, 0, 10], [2, 2], [0, 12], [8, 4, 0, 10])
 
 
-@pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "transport"), combined(LOSSES, ["ring", "gather"]))
 def test_over_ranks(loss: str, transport: str) -> None:
     """Uneven and empty ranks: the average of their results is that of the formula by hand."""
     module = package(loss)

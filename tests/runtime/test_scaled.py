@@ -17,7 +17,7 @@ from infcl_gen.verification.gate import failures
 from infcl_gen.verification.oracle import Inputs
 from infcl_gen.verification.properties import Case, check_case, inputs_of
 from tests.kernels.planted import Edit
-from tests.tiers import some
+from tests.tiers import combined, some
 from tests.verification.dense import dense
 
 from .pool import Packages, Pool
@@ -90,8 +90,7 @@ def test_products_are_rounded_once(dtype: torch.dtype) -> None:
     assert row_dots(x[:0], y[:0], torch.float32).shape == (0,)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "dtype"), combined(LOSSES, ["bf16", "fp16", "fp32"]))
 def test_as_accurate_as_plain_torch(packages: Packages, loss: str, dtype: str) -> None:
     package = packages(loss, dtype)
     for seed, scale in enumerate((1.0, 14.3, 100.0, 14.3)):

@@ -141,8 +141,7 @@ def over_ranks(module: ModuleType, loss: str, transport: str, shards: list[int],
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=f"{shards}: {name}")
 
 
-@pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "transport"), combined(LOSSES, ["ring", "gather"]))
 def test_over_ranks(loss: str, transport: str) -> None:
     """Uneven and empty ranks; rows whose positive is on another rank, and is not theirs."""
     for shards in nightly(SHARDS, ([6, 0, 10], [3, 0, 1, 2])):

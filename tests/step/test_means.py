@@ -19,6 +19,7 @@ from infcl_gen.step.means import MeanLoss
 from infcl_gen.verification.memory import PeakMeter
 from tests.step.models import difference, gradients
 from tests.step.ranks import classifier, labelled
+from tests.tiers import combined
 
 ROWS = 23
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=torch.float64)
@@ -65,8 +66,7 @@ def planned(module: nn.Module, loss: Any, targets: Tensor, micro_batch: int | No
     return infcl_gen.plan_step(module, inputs, targets=targets, loss=loss, **given | options)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-@pytest.mark.parametrize("micro_batch", [1, 5, 22, 23])
+@pytest.mark.parametrize(("name", "micro_batch"), combined(sorted(LOSSES), [1, 5, 22, 23]))
 def test_gradients_are_those_of_one_large_batch(name: str, micro_batch: int) -> None:
     loss, make, options = LOSSES[name]
     module, other, inputs, targets = classifier(), classifier(), labelled(ROWS)[0], make(ROWS)

@@ -27,7 +27,6 @@ CASES_OF_CI = [
     ("ddp", (4, 0, 9), "mixture"),
     ("fsdp", (7,), "cached"),
     ("fsdp", (8, 8), "mixture"),
-    ("fsdp", (6, 6, 6), "cached"),
 ]
 
 
