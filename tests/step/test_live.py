@@ -36,7 +36,7 @@ class Wide(Pair):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)
+        self.image, self.text = Encoder(6, width=64, blocks=4), Encoder(6, width=32, blocks=3)
 
 
 @functools.cache
@@ -484,7 +484,7 @@ class TestTowersWithoutValues:
     @functools.cache
     def planned(**options: Any) -> StepPlan:
         with FakeTensorMode():
-            towers = [Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)]
+            towers = [Encoder(6, width=64, blocks=4), Encoder(6, width=32, blocks=3)]
         given: dict[str, Any] = {"batch_size": 4096, "device_profile": "h200", "memory": "1GiB"}
         return infcl_gen.plan_step(towers, batch(16, dtype=torch.float32), **given | options)
 
