@@ -171,7 +171,7 @@ def derived(
 
 
 @pytest.mark.parametrize("name", sorted(DERIVABLE))
-@examples(ci=5, long=500)
+@examples(ci=3, long=500)
 @hypothesis.given(rows=st.integers(1, 9), scale_value=st.sampled_from([0.01, 1.0, 5.0]), seed=st.integers(0, 99))
 def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_value: float, seed: int) -> None:
     loss = dense_package(DERIVABLE[name]).loss
