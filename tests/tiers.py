@@ -21,9 +21,10 @@ Beyond that the nightly tier alone
 - draws rings in one process of up to 64 ranks (5 s each) and features of nine widths; CI up to 16 ranks and two
   widths, beside one fixed ring of 32,
 - plans for 65 536 ranks, simulates 4 096 and measures what one of them allocates (30 s); CI goes up to 512. One rank of
-  4 096 goes through the whole runtime; in CI one of 256,
+  4 096 goes through the whole runtime; in CI one of 128,
 - compiles what the tuner drops for spills of ragged sizes alone (20 s); CI drops what spills on all,
-- repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package,
+- repeats calls 5 times under the interpreter, 100 times on the CPU; CI once and ten times, and 100 times one package;
+  these, far rows and what is not finite of ten packages of kernels, CI of six,
 - judges wrong factors, missed positives and lost rows over all dtypes, scales and sizes; CI any two values together,
 - judges tf32 at 1 000 rows, too, and the CPU target in ten widths; CI at 128 rows and in four widths,
 - runs the first example of the README as a process of its own (8 s); CI forks it,

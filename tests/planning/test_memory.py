@@ -332,7 +332,8 @@ RINGS: dict[str, dict[str, Any]] = {
 # Where the keys of the last hops are kept two, three and more ranks have other buffers.
 RINGS_OF_CI = [
     *itertools.product(["bf16"], [2, 3, 4], ["on", "off"]),
-    *itertools.product(["small panels", "fp64", "infonce"], [4], ["on", "off"]),
+    *itertools.product(["small panels"], [4], ["on", "off"]),
+    *[("fp64", 4, "on"), ("infonce", 4, "off")],
 ]
 
 

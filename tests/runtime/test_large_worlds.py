@@ -16,7 +16,7 @@ from tests.planning.tables import ring_table
 from tests.tiers import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
-NODES, RANK = (512, 1237) if LONG else (32, 77)  # of 8 devices each
+NODES, RANK = (512, 1237) if LONG else (16, 77)  # of 8 devices each
 
 # In a process of its own: a default group is one of the whole process.
 PROGRAM = """
