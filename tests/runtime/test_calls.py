@@ -94,7 +94,7 @@ def check_calls(package: ModuleType, batches: Sequence[Batch], turns: int) -> No
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@examples(ci=10, long=300)
+@examples(ci=6, long=300)
 @given(data=st.data(), turns=st.integers(0, 2**31))
 def test_calls_of_other_sizes(packages: Packages, loss: str, data: st.DataObject, turns: int) -> None:
     check_calls(packages(loss, batch_size=1024), data.draw(calls(loss)), turns)

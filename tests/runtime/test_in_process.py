@@ -296,11 +296,11 @@ def package_of(packages: Packages, example: Example) -> ModuleType:
 # ---------------------------------------------------------------------------------------------- properties
 
 
-# 3 x 30 + 3 x 8 + 15 = 129 examples in CI; 3 x 3 000 + 3 x 200 + 400 = 10 000 in the nightly tier.
+# 3 x 20 + 3 x 5 + 15 = 90 examples in CI; 3 x 3 000 + 3 x 200 + 400 = 10 000 in the nightly tier.
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@examples(ci=30, long=3000)
+@examples(ci=20, long=3000)
 @given(data=st.data())
 def test_loss_and_gradients_are_those_of_one_process(packages: Packages, loss: str, data: st.DataObject) -> None:
     """Any world, uneven and empty ranks, disjoint sub-groups of permuted ranks: the dense reference, to 1e-12."""
@@ -342,7 +342,7 @@ def test_sums_do_not_wait_for_large_keys(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@examples(ci=8, long=200)
+@examples(ci=5, long=200)
 @given(data=st.data(), turns=st.integers(0, 2**31))
 def test_results_do_not_depend_on_the_order_of_events(
     packages: Packages, loss: str, data: st.DataObject, turns: int

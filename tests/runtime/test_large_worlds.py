@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,28 +62,18 @@ print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predic
 """
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def test_a_rank_of_hundreds_of_nodes_follows_the_schedule(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A rank of an eighth of them allocates what is planned; and a destroyed group is not held."""
     command = [sys.executable, "-c", PROGRAM, str(NODES), "8", str(RANK)]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_rank_of_hundreds_of_nodes_follows_the_schedule(found: Any) -> None:
-    table = ring_table(NODES, 8)
-    expected = []
+    found = json.loads(done.stdout.splitlines()[-1])
+    table, expected = ring_table(NODES, 8), []
     for step in (*table.steps("forward"), *table.steps("backward")):
         if step.sends:
             expected.append([[table.rank(RANK, sent.to, back) for sent in step.sends] for back in (False, True)])
     assert found["batches"] == expected
-
-
-def test_a_rank_of_an_eighth_of_them_allocates_what_is_planned(found: Any) -> None:
-    """Beyond the plan, on the host: the sizes of all ranks, and everybody's header of 32 numbers, forward and back."""
+    # Beyond the plan, on the host: the sizes of all ranks, and everybody's header of 32 numbers, forward and back.
     assert found["peak"] <= found["predicted"] + NODES * (24 + 2 * 32 * 8)
-
-
-def test_a_destroyed_group_is_not_held(found: Any) -> None:
     assert not found["kept"]
