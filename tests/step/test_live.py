@@ -482,14 +482,14 @@ class TestTowersWithoutValues:
 
     @staticmethod
     @functools.cache
-    def planned(**options: Any) -> StepPlan:
+    def planned(blocks: tuple[int, int] = (1, 1), **options: Any) -> StepPlan:
         with FakeTensorMode():
-            towers = [Encoder(6, width=64, blocks=4), Encoder(6, width=32, blocks=3)]
+            towers = [Encoder(6, width=64, blocks=blocks[0]), Encoder(6, width=32, blocks=blocks[1])]
         given: dict[str, Any] = {"batch_size": 4096, "device_profile": "h200", "memory": "1GiB"}
         return infcl_gen.plan_step(towers, batch(16, dtype=torch.float32), **given | options)
 
     def test_bytes_are_those_that_are_measured(self) -> None:
-        plan = self.planned(device_profile="h200", memory="auto", micro_batch=16)
+        plan = self.planned((4, 3), device_profile="h200", memory="auto", micro_batch=16)
         found, measured = plan.problem.costs, wide()[1].problem.costs
         assert found.device == "h200" and found.gradient_bytes == measured.gradient_bytes
         for name in ("kept", "checkpointed"):
