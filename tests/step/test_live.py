@@ -78,7 +78,7 @@ def test_the_predicted_peak_bounds_the_measured_one_closely(treatments: tuple[st
     """Within 10 %, whatever is chosen; below the least memory of these treatments nothing is planned."""
     module, first = wide()
     costs = steady(first.problem.costs)
-    options: dict[str, Any] = {"costs": costs, "treatments": treatments, "rows": ROWS // 8}
+    options: dict[str, Any] = {"costs": costs, "treatments": treatments, "rows": ROWS // 16}
     most = planned(module, "2GiB", **options).predicted_peak_bytes
     try:
         plan = planned(module, int(share * most), **options)
