@@ -69,6 +69,7 @@ Beyond that the nightly tier alone
 - measures torch.compile by Inductor (20 s of g++) and trains under torchrun; CI by aot_eager, in forked processes,
 - trains in fp32 and compares accuracies with the spread of seeds (18 s); CI tests single steps in fp32,
 - trains for 300 steps in fp64 with the losses and the accuracy of whole batches, CI for 30,
+- has ranks plan together, and average a scale in no module, under DDP and FSDP2; CI under FSDP2,
 - takes each of two dropouts with each of two micro-batches for what second passes must meet; CI each in one.
 """
 

@@ -26,7 +26,7 @@ from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import StepPlan
 from infcl_gen.verification.memory import PeakMeter
 from tests.step.models import Encoder, Pair, batch, dense, difference, gradients, pair, plain
-from tests.tiers import combined
+from tests.tiers import combined, nightly
 
 ROWS = 512
 
@@ -517,7 +517,7 @@ class TestTowersWithoutValues:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", nightly(["ddp", "fsdp"], ["fsdp"]))
 def test_ranks_plan_together(wrapper: str, package_cache: str) -> None:
     first, second = run_ranks("tests.step.ranks:planned", {"wrapper": wrapper, "cache": package_cache}, 2, 120.0)
     assert first["plan"]["memory_bytes"] == 32 << 20  # of the rank that has less

@@ -73,7 +73,7 @@ def test_ranks_of_a_group_draw_their_own_random_numbers(
         assert answer["error"] < 1e-12
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", nightly(["ddp", "fsdp"], ["fsdp"]))
 def test_a_scale_and_a_bias_in_no_module_are_averaged_in_the_group(wrapper: str, package_cache: str) -> None:
     for answer in run_ranks("tests.step.ranks:numbers", {"wrapper": wrapper, "cache": package_cache}, 3, 60.0):
         assert max(answer["errors"]) < 1e-12
