@@ -108,14 +108,15 @@ def test_templates_stay_small() -> None:
     CPU; 10 add the mean of all logits; 4 take factors of similarities; 70 make a second sum of each query; 36 take that
     of a row's partner; 308 are of a guide, whose sweep on the CPU and whose sums are their own, 83 of these for sums of
     both axes; 925 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
-    each, 334 of these on Hopper alone; 253 of their cosines, 117 of these on Hopper;
+    each, 334 of these on Hopper alone; 332 of their cosines, 196 of these on Hopper, whose gradient keeps g in tiles
+    of shared memory and has its own loop;
     15 are of a number of all positives; 34 leave out pairs
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
     take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5456 and pages <= 150
+    assert sum(lines.values()) - pages <= 5535 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

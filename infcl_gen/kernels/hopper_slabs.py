@@ -14,12 +14,8 @@ DEPTH = 64  # columns of a stage, 128 bytes of a row: copies of 64 bytes take 1.
 COSINE_BLOCK = Block(hopper.TILE[0] // 2, hopper.TILE[1], 32, 8, 3)
 UNIT = 32  # columns by which prefixes grow
 STAGES = 6  # of 32 KiB each; beside them 35 KiB are left, for tiles of g and what groups tell each other
-COSINE_STAGES = 5  # beside factors of keys and radial sums
+COSINE_STAGES = 5  # beside factors of keys
 MOST_PREFIXES = 4  # beside whose sums, or g, a thread has registers for a tile of z
-_READ_BEFORE = "The statistics of a tile's rows are read while the tile before goes to memory."
-_READ_BESIDE = """\
-Radial sums go to memory tile by tile, as in kernels.py. g of the shortest prefix waits in the places of tiles of g.
-    The statistics of a tile's rows are read beside the last product of a prefix."""
 _LANES = "gl.convert_layout(lanes, LANES, assert_trivial=True)"
 Q, K, G = (
     Argument(name, "*{operands}", block=(f"{side}_BLOCK[0]", f"{side}_BLOCK[1]"), layout="LAYOUT")
@@ -57,6 +53,16 @@ def stages(choice: Choice) -> int:
     return (COSINE_STAGES if choice.traits.renormalised else STAGES) * found
 
 
+def gradient_stages(choice: Choice) -> int:
+    """As `stages`, of the gradient. Of cosines, tiles of g of each prefix but two take the 32 KiB of one."""
+    return choice.hopper_stages - (len(choice.slabs) - 2) * choice.traits.renormalised
+
+
+def g_tiles(choice: Choice) -> int:
+    """Tiles of g in shared memory, halves of each group; of cosines one of each group, and all of shorter prefixes."""
+    return 4 * len(choice.slabs) - 2 if choice.traits.renormalised else 4
+
+
 def walks_of(choice: Choice) -> list[list[Walk]]:
     """How the columns of each slab lie in stages: half of one, whole ones, half of another. The last slab fills its."""
     found = []
@@ -85,38 +91,30 @@ def values(choice: Choice) -> dict[str, Any]:
         }
         for number, stage in enumerate(dict.fromkeys(last))
     ]
-    steps = -(-choice.dim // DEPTH)
     return {
-        "stage_depth": DEPTH, "stages": choice.hopper_stages, "steps": steps, "walks": walks, "ends": ends,
-        "first_half": {"name": "first", "start": 0, "tile": 0},
-        "last_half": {"name": "last", "start": 64, "tile": 1},
+        "stage_depth": DEPTH, "stages": choice.hopper_stages, "gradient_stages": gradient_stages(choice),
+        "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks, "ends": ends,
+        "first_half": {"name": "first", "start": 0, "tile": 0, "column": "key0", "positives": "first_column"},
+        "last_half": {"name": "last", "start": 64, "tile": 1, "column": "key0 + 64", "positives": "first_column - 64"},
         **_of_cosines(choice),
     }  # fmt: skip
 
 
 def _of_cosines(choice: Choice) -> dict[str, Any]:
-    """How kernels of cosines differ. Strips are of smaller blocks, and tiles of g may end behind a slab.
-
-    Factors need registers: g of the shortest prefix waits in shared memory, and a thread has few sums of columns.
-    """
-    renormalised, count = choice.traits.renormalised, len(choice.slabs)
+    """How kernels of cosines differ. Strips are of smaller blocks. Factors need registers: a thread has few sums of
+    columns."""
     names = {
         "strip": ("strip", "strip // 2"),
         "columns_from": ("key0 + ", ""),
         "first_keys": ("columns, queries, keys", "columns, queries, keys - key0"),
         "last_keys": ("columns + 64, queries, keys", "columns, queries, keys - key0 - 64"),
-        "stored_row": ("row0", "stored_row"),
-        "masked": ("", ", MASKED: gl.constexpr"),
         "and_masked": ("", ", MASKED"),
         "times_factors": ("", " * column_factors.index(prefix).load(LINE)"),
-        "about_statistics": (_READ_BEFORE, _READ_BESIDE),
-        "g_of_half": ("hopper_g", "hopper_g_and_radial"),
+        "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
         "summed_lanes": (_LANES, f"folded({_LANES})"),
     }
-    kept = ["hopper_kept_in_tiles" if renormalised else "hopper_packed", *["hopper_packed"] * (count - 1)]
-    found: dict[str, Any] = {name: texts[renormalised] for name, texts in names.items()}
-    return found | {"kept": kept}
+    return {name: texts[choice.traits.renormalised] for name, texts in names.items()}
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
