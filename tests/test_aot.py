@@ -190,7 +190,7 @@ def test_kernels_of_prefixes(loss: str, prefixes: list[int], renormalise: bool, 
     kernels = ("references", "forward", "forward_wide", "positives", "gradient", "gradient_positives", "product")
     kernels += ("gradient_wide",) * (loss == "clip")
     kernels = () if prefixes[-1] == 136 else kernels  # of two prefixes that end in one stage on Hopper
-    kernels += ("forward_hopper", "gradient_hopper") * (loss == "clip")
+    kernels += ("forward_hopper", "gradient_hopper")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

@@ -38,7 +38,7 @@ def stages(choice: Choice) -> int:
     0.70. Up to D = 128 the ordinary forward keeps its keys, too. Beyond 256 keys and queries do not fit into shared
     memory together.
     """
-    narrow = 128 < choice.dim <= 256 and not choice.split and choice.both_axes
+    narrow = 128 < choice.dim <= 256 and not choice.split and choice.one_exponential
     here = runs(choice) and not (
         choice.traits.masked or choice.traits.triangle or choice.traits.slabs or choice.traits.guide
     )
@@ -66,10 +66,11 @@ def variants(
 ) -> tuple[Kernel, ...]:
     """The two kernels, of tensors q, k and g. `strides`: what else the gradient takes; `factors`: what both take."""
     q, k, g = tensors
-    sums = "reference row_exponent row_sum key_exponent key_sum"
-    forward = arguments(q, k, SCALARS, sums, f"flags queries keys strip rows_stride keys_stride {factors} MASKED")
-    sums = "query_exponent query_mantissa key_ratio key_reference key_lowest"
-    gradient = arguments(q, k, SCALARS, sums, g, f"flags queries keys strip {strides} {factors}")
+    both, shared = choice.both_axes, choice.one_exponential
+    sums, distances = "row_exponent row_sum" + " key_exponent key_sum" * both, "rows_stride" + " keys_stride" * both
+    forward = arguments(q, k, SCALARS, "reference", sums, f"flags queries keys strip {distances} {factors} MASKED")
+    sums = "query_exponent query_mantissa" + " key_ratio key_reference key_lowest" * shared
+    gradient = arguments(q, k, SCALARS, sums, g, "flags" * shared, f"queries keys strip {strides} {factors}")
     made = functools.partial(
         Kernel, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", row_blocks=row_blocks
     )

@@ -36,8 +36,9 @@ class Walk(NamedTuple):
 def here(choice: Choice) -> bool:
     """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns. Of
     cosines positives are the diagonal, which few tiles meet."""
-    of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and choice.one_exponential
-    of_slabs = of_slabs and (choice.traits.paired or not choice.traits.renormalised)
+    of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and (choice.one_exponential or not choice.both_axes)
+    if choice.traits.renormalised:
+        of_slabs = of_slabs and choice.one_exponential and choice.traits.paired
     return hopper.runs(choice) and of_slabs and not any(prefix % UNIT for prefix in choice.traits.prefixes[:-1])
 
 
@@ -96,8 +97,25 @@ def values(choice: Choice) -> dict[str, Any]:
         "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks, "ends": ends,
         "first_half": {"name": "first", "start": 0, "tile": 0, "column": "key0", "positives": "first_column"},
         "last_half": {"name": "last", "start": 64, "tile": 1, "column": "key0 + 64", "positives": "first_column - 64"},
+        "key_out": "key_out, " * choice.both_axes,
+        "of_keys": "of keys, and " * choice.both_axes,
+        **_of_axes(choice.one_exponential),
         **_of_cosines(choice),
     }  # fmt: skip
+
+
+def _of_axes(both: bool) -> dict[str, str]:
+    """How gradients of both axes differ from those of queries, whose rows have a reference each."""
+    names = {
+        "about_gradient": (
+            "Of each prefix g = a_i 2^(y - reference_i).",
+            "Of each prefix g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential.",
+        ),
+        "g_of_prefix": ("hopper_g_of_queries", "hopper_g_of_both"),
+        "g_of_half": ("hopper_g_by_row", "hopper_g"),
+        "shares_of_rows": ("hopper_shares_by_row", "hopper_shares"),
+    }
+    return {name: texts[both] for name, texts in names.items()}
 
 
 def _of_cosines(choice: Choice) -> dict[str, Any]:
@@ -112,7 +130,7 @@ def _of_cosines(choice: Choice) -> dict[str, Any]:
         "times_factors": ("", " * column_factors.index(prefix).load(LINE)"),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
-        "summed_lanes": (_LANES, f"folded({_LANES})"),
+        "summed_lanes": (f"lane_sums + {_LANES}, " * choice.both_axes, f"lane_sums + folded({_LANES}), "),
     }
     return {name: texts[choice.traits.renormalised] for name, texts in names.items()}
 

@@ -97,6 +97,7 @@ SMOOTH = [planned(way, "smooth_clip", "bf16", 64) for way in ("panel", "fused", 
 SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip", "fp32", 96)]
 PACKAGES += SMOOTH
 PACKAGES += [planned("panel", "matryoshka", "bf16", 768), planned("panel", "uneven_prefixes", "fp16", 136)]
+PACKAGES += [planned("panel", "infonce_matryoshka", "bf16", 768)]
 PACKAGES += [planned("panel", "matryoshka_cosines", "bf16", 768), planned("panel", "uneven_cosines", "bf16", 136)]
 PACKAGES += [planned("rows", "cwcl", "bf16", 64), planned("panel", "cwcl", "fp32", 96)]
 

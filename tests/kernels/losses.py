@@ -48,6 +48,7 @@ clip_cosines_prefixes = dataclasses.replace(clip_prefixes, renormalise=True)
 infonce_cosines_prefixes = dataclasses.replace(infonce_prefixes, renormalise=True)
 matryoshka = dataclasses.replace(CLIP, prefixes=(96, 192, 384, 768))
 uneven_prefixes = dataclasses.replace(CLIP, prefixes={32: 1.0, 64: 0.5, 96: 2.0, 136: 1.0})  # two end in one stage
+infonce_matryoshka = dataclasses.replace(INFONCE, prefixes=matryoshka.prefixes)
 matryoshka_cosines, uneven_cosines = (
     dataclasses.replace(loss, renormalise=True) for loss in (matryoshka, uneven_prefixes)
 )

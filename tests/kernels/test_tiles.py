@@ -282,15 +282,19 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
     """Of two to four prefixes of 2-byte features that descriptors address; all but the last are multiples of 32. Those
     of cosines have the diagonal for positives."""
 
-    def stages(*prefixes: int, board: str = "h200", rows: int = 65536, cosines: str = "", **given: Any) -> int:
+    def stages(
+        *prefixes: int, board: str = "h200", rows: int = 65536, cosines: str = "", sides: int = 2, **given: Any
+    ) -> int:
         slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
         traits = Traits(slabs=slabs, renormalised=bool(cosines), positives=cosines or "diagonal")
+        traits = dataclasses.replace(traits, key_statistics=("logsumexp",) * (sides - 1))
         made_for = dataclasses.replace(special("panel", prefixes[-1]), arch=load_profile(board).arch, traits=traits)
         made_for = dataclasses.replace(made_for, **given)
         blocks = default_blocks(load_profile(board), made_for, rows, rows)
         return hopper_slabs.stages(dataclasses.replace(made_for, blocks=blocks))
 
     assert stages(96, 192, 384, 768) == stages(32, 200) == stages(64, 128, dtype="fp16") == hopper_slabs.STAGES
+    assert stages(96, 768, sides=1) == hopper_slabs.STAGES and not stages(96, 768, sides=1, cosines="diagonal")
     assert not stages(48, 96) and not stages(32, 64, 96, 128, 160)
     assert (
         not stages(96, 768, board="b200") and not stages(96, 768, rows=1024) and not stages(96, 768, descriptors=False)
