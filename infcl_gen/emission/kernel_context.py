@@ -173,11 +173,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
-        "formula_of_g": "share_i 2^(y - r_i)"
-        + " + b_i 2^(guide - its log-sum-exp)" * (plan.traits.by_guide and not plan.traits.guided_sides)
-        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
-        + ", and the same of MULTIPLE y" * plan.traits.second
-        + ", and shares of 2^(guide - its log-sum-exps)" * plan.traits.guided_sides,
+        "formula_of_g": _formula_of_g(plan),
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": inner,  # depth of a similarity, as a constant of the file
@@ -249,8 +245,20 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     }
 
 
+def _formula_of_g(plan: Plan) -> str:
+    """What `gradient` computes, each element with references of its own."""
+    traits = plan.traits
+    return (
+        "share_i 2^(y - r_i)"
+        + " + b_i 2^(guide - its log-sum-exp)" * (traits.by_guide and not traits.guided_sides)
+        + f" + share_j 2^(y - {'r' if traits.triangle else 'c'}_j)" * plan.both_axes
+        + ", and the same of MULTIPLE y" * traits.second
+        + ", and shares of 2^(guide - its log-sum-exps)" * traits.guided_sides
+    )
+
+
 _ABOUT_G_OF_PREFIX = (
-    "Of each prefix g = share_i 2^(y - r_i). No exponent is large, as no term is above its sum: nothing is flagged.",
+    "Of each prefix g = {}. No exponent is large, as no term is above its sum: nothing is flagged.",
     """Of each prefix g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential. `ratios` has prepared
     the statistics of keys: b_j relative to the block's reference, 0 beyond the last key. The flag is up if a row or key
     of any prefix lies more than SPREAD below its reference.""",
@@ -281,7 +289,8 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     own = {"renormalised": renormalised}
     if not plan.traits.slabs:
         return own | {"times_prefixes": "", "place_of_ratio": "ratio + r", "about_prefixes": ABSENT}
-    both, shared = plan.both_axes, plan.one_exponential
+    both, shared, combined = plan.both_axes, plan.one_exponential, plan.traits.combined
+    apart = both and not shared  # each side has an exponential of its own, and no mask
     noted = ("positive_z", "positive_row_reference", *["positive_key_reference"] * both)
     sums = ("query_exponent + own", "query_mantissa + own", *["key_exponent + other", "key_mantissa + other"] * both)
     shares = {"weight": 1.0, "query_share": derivation.query_share * unit, "key_share": derivation.key_share * unit}
@@ -301,14 +310,17 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         "wide_tile": "slab_cosines" if renormalised else "slab_fp32",
         "about_positives_of_slabs": _POSITIVES_FIRST if renormalised else _POSITIVES_FOLLOW,
         "places_of_rows_as_int32": _clamped("own_places"),
-        "cleared": _CLEARED,
+        "cleared": f"if MASKED:\n    value = {_INSIDE.format('value')}" if apart else _CLEARED,
         "masked_e": _MASKED_E if renormalised else ABSENT,
         "always_cleared": f"g_{{0}} = {_INSIDE.format('g_{0}')}",
         "slabs": slabs,
         "longest_first": slabs[::-1],
-        "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_queries",
-        "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared],
-        "key_distance": "key_stride" if both else "0",
+        "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_sides" if apart else "slab_g_of_queries",
+        "visiting_keys_of_slabs": "visiting_keys = tl.minimum(columns, keys - 1)" if apart else ABSENT,
+        "of_slab": "value",
+        "g_of_positive": "slab_positive_of_row" if combined else "slab_positive_gradient",
+        "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared].format(_formula_of_g(plan)),
+        "key_distance": "key_stride" if both and not combined else "0",
         "lane_sums": "lane_sums, " * both,
         "about_lane_sums": ", those of a column to lane_sums" * both,
         "prefixes": len(plan.slabs),

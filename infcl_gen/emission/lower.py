@@ -43,8 +43,9 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     if plan.strategy == "torch":
         second = "_guided" if plan.traits.by_guide and plan.traits.several else "_several" * plan.traits.several
         kind = second or ("_combined" if plan.traits.combined else pairs)
-        kind = "_slabs" if plan.slabs else kind
-        names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
+        parent = "_slabs" if plan.slabs else pairs
+        kind = kind if plan.traits.combined else parent
+        names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{parent}.py.jinja"}
         return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], names)]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
     templates, variants = ["triton/header.py.jinja"], []

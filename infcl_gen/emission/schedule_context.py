@@ -101,6 +101,9 @@ def schedule_context(
         "combined": plan.traits.combined,
         "and_pooled": ", pooled" * bool(plan.traits.pooled) + ", columns" * plan.traits.columns_of_ids,
         "about_pooled": f"\n\n    {ABOUT_POOLED}\n    " if plan.traits.pooled else "",
+        "terms_of_queries": "block.positive[3].numel(), block.positive.flatten(1).contiguous()"
+        if plan.slabs
+        else "block.q.shape[0], block.positive",
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
         "read_for_positives": _WITH_FEATURES
         if plan.traits.sorted_ids

@@ -194,6 +194,8 @@ def _of_slabs(choice: Choice, sums: str, sizes: str) -> tuple[Kernel, ...]:
     stored = "g queries keys g_stride"
     if cosines:
         stored, strides = "prefix_g queries keys positive_stride", strides.removeprefix("slab_stride ")
+    if choice.traits.combined:
+        strides = strides.removesuffix(" key_stride")
     positives = arguments(places(choice), gradient_of_positive(choice), stored, strides)
     return (
         Kernel("gradient", gradient, "gradient", template=template),

@@ -469,7 +469,6 @@ def _check_rows(derivation: Derivation) -> None:
         (form.of_means[1] != 0, f"{word} has no kernel for mean_of_queries(x): write mean_of_keys(x) in "
                                 "mean_over_queries, whose mean is the same"),
         (traits.weighted, f"{word} has no kernel for weights of mean_of_keys: {once}"),
-        (traits.slabs, f"{word} has no kernels over prefixes: call the loss once for each slice of the features"),
     )  # fmt: skip
 
 
@@ -481,7 +480,10 @@ def _check_prefixes(derivation: Derivation) -> None:
     refuse(
         (traits.pairs, f"{only}, not for sums over pairs: add the losses of sliced features"),
         (traits.triangle, f"{only} of two sides: give both sides, and write z"),
-        (traits.combined, f"{only}, of which terms are constant multiples: write such a term, as that of clip"),
+        (
+            traits.combined and not derivation.form.linear,
+            f"{only}, of which terms are constant multiples: write such a term, as that of clip",
+        ),
         (traits.classes, f"{only} that leave no pairs out: write log-sum-exps without where="),
         (traits.guide, f"{only} without a guide: add the losses of sliced features"),
         (traits.scaled, f"{only} without factors of z: multiply the features of queries and keys by them"),

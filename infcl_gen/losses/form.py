@@ -190,6 +190,11 @@ class Form:
         return of_row or not _is_linear(self.query_term, r, tq)
 
     @property
+    def linear(self) -> bool:
+        """Whether F is a sum of constant multiples of log-sum-exps of its row and its column, and of the positive."""
+        return _is_linear(self.query_term, r, cp, pc)
+
+    @property
     def vectors(self) -> dict[str, Symbol]:
         """The symbols of queries' own numbers in F, by the keyword of a call that they follow from."""
         read = [self.query_term, *self.following.values(), *(STATES[keyword][0] for keyword in self.following)]

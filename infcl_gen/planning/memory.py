@@ -117,9 +117,14 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         *_common_terms(v),
         v.traits.per_row
         and BufferTerm(
-            "weighed_statistics", backward, (2 + v.positive_parts + len(v.traits.vectors), m), "by upstream"
+            "weighed_statistics",
+            backward,
+            (v.losses * (2 + v.positive_parts) + len(v.traits.vectors), m),
+            "by upstream",
         ),
-        v.traits.per_row and v.traits.crossed and BufferTerm("weighed_columns", backward, (2, n), "by upstream"),
+        v.traits.per_row
+        and v.traits.crossed
+        and BufferTerm("weighed_columns", backward, (v.traits.key_numbers, n), "by upstream"),
     ]
     if v.strategy == "stash":
         shape = ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import cross_entropy, normalize, softplus
 
 from infcl_gen.emission import import_package
 from infcl_gen.runtime.selftest import compared
@@ -200,11 +200,19 @@ def losses_of_rows(made: Made, device: str = "cpu") -> None:
         return [values.detach(), *gradients]
 
     def dense(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        if package.SPEC["loss"]["traits"]["slabs"]:  # of each prefix, as of all features at once
+            parts = zip(package.loss.PREFIXES, package.loss.PREFIX_WEIGHTS, strict=True)
+            slices = ([x[:, :columns] for x in (q, k)] + [weight] for columns, weight in parts)
+            through = functools.partial(normalize, dim=1) if package.loss.RENORMALISE else lambda x: x
+            return sum(weight * of_all(through(a), through(b), scale, bias) for a, b, weight in slices)
+        return of_all(q, k, scale, bias)
+
+    def of_all(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         x, own = scale * q @ k.T, inputs.positives()
-        if name in ("clip", "smooth"):
+        if name.startswith(("clip", "infonce", "smooth")):
             smoothing = 0.1 if name == "smooth" else 0.0
             sides = [cross_entropy(y, own, reduction="none", label_smoothing=smoothing) for y in (x, x.T)]
-            return sum(sides) / 2 if name == "clip" else sides[0]
+            return sum(sides) / 2 if name.startswith("clip") else sides[0]
         same, positive = inputs.same_id(), own[:, None] == torch.arange(len(k), device=device)
         if name == "squares_by_id":
             assert same is not None

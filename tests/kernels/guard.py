@@ -24,7 +24,7 @@ BAND = 1 << 15  # bytes; more than any tile of the small packages reaches beyond
 SHIFT = 16  # no buffer is aligned better than to 16 bytes, which is what the kernels may rely on
 UNSET, SET = ({"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"})
 # Functions whose buffers of 2 to so many rows hold statistics, where they are of these dtypes.
-MOST_STATISTICS = 15
+MOST_STATISTICS = 18
 STATISTICS_DTYPES = (torch.float32, torch.float64)
 STATISTICS = {"new_saved", "_new_statistics", "forward_scratch", "rows_scratch"}
 

@@ -46,6 +46,10 @@ clip_prefixes = dataclasses.replace(CLIP, prefixes=over)
 infonce_prefixes = dataclasses.replace(INFONCE, prefixes=over)
 clip_cosines_prefixes = dataclasses.replace(clip_prefixes, renormalise=True)
 infonce_cosines_prefixes = dataclasses.replace(infonce_prefixes, renormalise=True)
+clip_prefixes_of_rows, infonce_prefixes_of_rows, clip_cosines_prefixes_of_rows, infonce_cosines_prefixes_of_rows = (
+    dataclasses.replace(loss, reduction="none")
+    for loss in (clip_prefixes, infonce_prefixes, clip_cosines_prefixes, infonce_cosines_prefixes)
+)
 matryoshka = dataclasses.replace(CLIP, prefixes=(96, 192, 384, 768))
 uneven_prefixes = dataclasses.replace(CLIP, prefixes={32: 1.0, 64: 0.5, 96: 2.0, 136: 1.0})  # two end in one stage
 infonce_matryoshka = dataclasses.replace(INFONCE, prefixes=matryoshka.prefixes)

@@ -116,7 +116,7 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
-        deep = "16" if made.loss.endswith("_prefixes") else wide  # which divides the prefixes
+        deep = "16" if "_prefixes" in made.loss else wide  # which divides the prefixes
         chosen |= {"forward.depth": deep}
         # Sums over pairs have no such kernel, nor has a guide.
         if not made.loss.startswith(("siglip", "squares", "pairs", "spectral")) and made.loss != "distill":

@@ -16,7 +16,15 @@ CLIP = Made("panel", "clip_prefixes", dim=48)
 INFONCE = Made("panel", "infonce_prefixes", "fp16", dim=48, settings=(("descriptors", "off"),))
 CLIP_COSINES = Made("panel", "clip_cosines_prefixes", dim=48)
 INFONCE_COSINES = Made("panel", "infonce_cosines_prefixes", dim=48, settings=(("descriptors", "off"),))
-ALL = {"clip": CLIP, "infonce": INFONCE, "clip_cosines": CLIP_COSINES, "infonce_cosines": INFONCE_COSINES}
+CLIP_OF_ROWS = Made("panel", "clip_prefixes_of_rows", dim=48)
+INFONCE_OF_ROWS = Made("panel", "infonce_prefixes_of_rows", dim=48, settings=(("descriptors", "off"),))
+CLIP_COSINES_OF_ROWS = Made("panel", "clip_cosines_prefixes_of_rows", dim=48)
+INFONCE_COSINES_OF_ROWS = Made("panel", "infonce_cosines_prefixes_of_rows", dim=48)
+OF_ROWS = {
+    "clip_of_rows": CLIP_OF_ROWS, "infonce_of_rows": INFONCE_OF_ROWS, "clip_cosines_of_rows": CLIP_COSINES_OF_ROWS,
+    "infonce_cosines_of_rows": INFONCE_COSINES_OF_ROWS,
+}  # fmt: skip
+ALL = {"clip": CLIP, "infonce": INFONCE, "clip_cosines": CLIP_COSINES, "infonce_cosines": INFONCE_COSINES, **OF_ROWS}
 BOTH = pytest.mark.parametrize("made", ALL.values(), ids=ALL)
 
 
