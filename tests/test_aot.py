@@ -175,6 +175,20 @@ def test_kernels_of_single_queries_of_pairs(loss: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prefixes", "renormalise"),
+    [([96, 192, 384, 768], False), ([96, 192, 384, 768], True), ([64, 128, 192, 256, 320, 384], True)],
+)
+def test_kernels_of_single_queries_of_prefixes(prefixes: list[int], renormalise: bool, tmp_path: Path) -> None:
+    """Each side has an exponential of its own, also on Hopper."""
+    over = {"prefixes": prefixes, "renormalise": renormalise, "reduction": "none"}
+    loss = dataclasses.replace(BUILTIN_LOSSES["clip"], **over)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"loss": loss, "dim": prefixes[-1], "device_profile": "h200"}
+    package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", **how)
+    kernels = ("combine", "gradient", "gradient_positives")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
+@pytest.mark.parametrize(
     ("loss", "prefixes", "renormalise"),
     [
         ("clip", [96, 192, 384, 768], False),

@@ -200,7 +200,7 @@ def losses_of_rows(made: Made, device: str = "cpu") -> None:
         return [values.detach(), *gradients]
 
     def dense(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        if package.SPEC["loss"]["traits"]["slabs"]:  # of each prefix, as of all features at once
+        if hasattr(package.loss, "PREFIXES"):  # of each prefix, as of all features at once
             parts = zip(package.loss.PREFIXES, package.loss.PREFIX_WEIGHTS, strict=True)
             slices = ([x[:, :columns] for x in (q, k)] + [weight] for columns, weight in parts)
             through = functools.partial(normalize, dim=1) if package.loss.RENORMALISE else lambda x: x

@@ -95,7 +95,10 @@ ABOVE, ABOVE_OF_A_RING = Made("panel", "gist"), Made("panel", "gist", devices=4,
 SEVERAL_OF_A_RING = Made("panel", "supcon_out", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
-PREFIXES, COSINES = Made("panel", "clip_prefixes", dim=48), Made("panel", "clip_cosines_prefixes", dim=48)
+PREFIXES, COSINES, PREFIXES_OF_ROWS, COSINES_OF_ROWS = (
+    Made("panel", f"clip_{of}", dim=48)
+    for of in ("prefixes", "cosines_prefixes", "prefixes_of_rows", "cosines_prefixes_of_rows")
+)
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
 RAGGED = [(33, 70), (65, 65), (100, 97)]
@@ -874,6 +877,33 @@ BUGS: dict[str, Bug] = {
     ),
     "a row loses of each slab what its own prefix has along it": Bug(
         COSINES, (("_runtime/renormalised.py", "shorter.add_(longer)", "pass"),), checks.numerics, (case(),), "dq"
+    ),
+    "keys of a prefix have the exponentials of rows": Bug(
+        PREFIXES_OF_ROWS,
+        (("kernels.py", "slope, -key_e[None, :])) * b[None, :]", "slope, -e[:, None])) * b[None, :]"),),
+        checks.numerics,
+        (case(),),
+        "dk",
+    ),
+    "positives of prefixes have no weight": Bug(
+        PREFIXES_OF_ROWS,
+        (
+            (
+                "kernels.py",
+                "value += 0.5 * QUERY_SHARE * tl.load(positive_g",
+                "value += QUERY_SHARE * tl.load(positive_g",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "rows beyond the last are not cleared beside exponentials of keys": Bug(
+        COSINES_OF_ROWS,
+        (("kernels.py", "(rows < queries)[:, None] & (columns < keys)[None, :], value, 0.0)", "True, value, 0.0)"),),
+        checks.numerics,
+        (case(1000.0, "negative"),),
+        "NaN",
     ),
     # ---- rows that are keys of each other
     "a row is a key of its own": Bug(

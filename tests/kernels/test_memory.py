@@ -65,11 +65,12 @@ def peaks(package: ModuleType, q: torch.Tensor, k: torch.Tensor, autocast: torch
     """Of a forward alone, and of a step."""
     scale, kept = torch.tensor(3.0, requires_grad=True), []
     casting = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
+    how = {"reduction": "none"} if package._package.traits.per_row else {}  # whose backward has more to keep
 
     def forward() -> torch.Tensor:
         with casting:
-            loss: torch.Tensor = package.contrastive_loss(q, k, scale)
-        return loss
+            loss: torch.Tensor = package.contrastive_loss(q, k, scale, **how)
+        return loss.sum() if how else loss
 
     forward().backward()  # the constants of the first call stay
     q.grad = k.grad = scale.grad = None
@@ -157,6 +158,7 @@ def check_ratios(made: Made) -> None:
             Made("panel", f"{loss}_prefixes", "bf16", 48, ROWS, small=False)
             for loss in ("clip", "infonce", "clip_cosines")
         ),
+        Made("panel", "clip_cosines_prefixes_of_rows", "bf16", 48, ROWS, small=False),
         made("rows", "smooth", devices=2, settings={"transport": "gather", "panel_rows": "1280"}),
         made("panel", "smooth", devices=2, settings={"transport": "ring"}),
         made("rows", "infonce", settings={"panel_rows": "512", "replay": "off"}),

@@ -113,9 +113,18 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     assert measured <= predicted <= 1.1 * measured
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
-def test_losses_of_single_queries_take_what_is_planned(loss: str) -> None:
-    spec = dataclasses.replace(BUILTIN_LOSSES[loss], reduction="none")
+@pytest.mark.parametrize(
+    ("loss", "over"),
+    [
+        ("clip", {}),
+        ("infonce", {}),
+        ("siglip", {}),
+        ("clip", {"prefixes": (8, 16, 64)}),
+        ("clip", {"prefixes": (8, 16, 64), "renormalise": True}),
+    ],
+)
+def test_losses_of_single_queries_take_what_is_planned(loss: str, over: dict[str, Any]) -> None:
+    spec = dataclasses.replace(BUILTIN_LOSSES[loss], reduction="none", **over)
     package = infcl_gen.load(loss=spec, target="cpu", batch_size=3000, dim=64, dtype="bf16")
     q, k = (torch.randn(3000, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
     q, k, factors = q.requires_grad_(), k.requires_grad_(), torch.ones(3000)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import cross_entropy, normalize, softplus
 
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES, LossError, LossSpec, derive
@@ -23,7 +23,7 @@ from tests.runtime.conftest import copy_with
 from tests.runtime.in_process import World, table_of, uninitialised_memory_is_nan
 from tests.runtime.test_several import in_panels
 from tests.runtime.test_triangle import DIM, features
-from tests.tiers import some
+from tests.tiers import nightly, some
 
 SCALE, BIAS = 7.0, -0.5
 IDS = torch.arange(60) // 3
@@ -41,10 +41,25 @@ SPECS = {
     "capped_of_rows": OF_ROWS["capped_of_rows"],
     "weighed_sides": SIDES,
 }
+PREFIXES = {3: 1.0, 8: 0.5, 12: 2.0}
+OVER_PREFIXES = {
+    f"{name}_{of}": dataclasses.replace(SPECS[name], prefixes=PREFIXES, renormalise=of == "cosines")  # type: ignore[arg-type]
+    for name in ("clip", "infonce")
+    for of in ("prefixes", "cosines")
+}
+SPECS |= OVER_PREFIXES
 
 
 def by_hand(name: str, x: Tensor, z: Tensor, given: dict[str, Tensor]) -> Tensor:
     """The loss of each query (M,), from all logits and similarities (M, N)."""
+    if name in OVER_PREFIXES:
+        whole, of = name.split("_")
+        parts = []
+        for columns, weight in PREFIXES.items():
+            q, k = (each[:, :columns] for each in (given["q"], given["k"]))
+            z = given["scale"] * (normalize(q, dim=1) @ normalize(k, dim=1).T if of == "cosines" else q @ k.T)
+            parts.append(weight * by_hand(whole, z + given["bias"], z, given))
+        return torch.stack(parts).sum(0)
     own = torch.arange(len(x))
     p, rows = x.diagonal(), own
     if name in ("ntxent", "supcon_in", "hard_negative", "capped_of_rows"):
@@ -168,7 +183,7 @@ def test_it_is_the_loss_of_each_query(name: str) -> None:
 
 
 def test_a_single_leaf_and_no_gradient_at_all() -> None:
-    for name, leaf in itertools.product(("clip", "weighed_sides"), ("q", "k", "scale", "key_weight")):
+    for name, leaf in itertools.product(("clip", "clip_cosines", "weighed_sides"), ("q", "k", "scale", "key_weight")):
         leaves, given = drawn(name, 30)
         if leaf not in leaves:
             continue
@@ -226,7 +241,11 @@ SHARDS = [[9, 13, 8], [5, 0, 11, 14]]
 
 
 @pytest.mark.parametrize(
-    "name", ["infonce", "clip", "smooth", "infonce_out", "ntxent", "weighed_sides", "siglip_labels", "siglip_multi"]
+    "name",
+    [
+        *("infonce", "clip", "smooth", "infonce_out", "ntxent", "weighed_sides", "siglip_labels", "siglip_multi"),
+        *nightly(OVER_PREFIXES, ["clip_cosines", "infonce_prefixes"]),
+    ],
 )
 def test_each_rank_has_those_of_its_own_queries(name: str) -> None:
     """Gradients of features and numbers are those of all ranks' losses, each times its factor, for any grad_sync."""
@@ -273,7 +292,14 @@ REFUSED: dict[str, tuple[LossSpec, str]] = {
         r"write mean_of_keys\(x\) in mean_over_queries, whose mean is the same",
     ),
     "weights of means": (BUILTIN_LOSSES["cwcl"], "has no kernel for weights of mean_of_keys"),
-    "prefixes": (dataclasses.replace(BUILTIN_LOSSES["clip"], prefixes=(8, 16)), "call the loss once for each slice"),  # type: ignore[arg-type]
+    "prefixes of other terms": (
+        dataclasses.replace(BUILTIN_LOSSES["rince"], prefixes=(8, 16)),  # type: ignore[arg-type]
+        "prefixes have kernels for .* of which terms are constant multiples",
+    ),
+    "prefixes of pairs": (
+        dataclasses.replace(BUILTIN_LOSSES["siglip"], prefixes=(8, 16)),  # type: ignore[arg-type]
+        "prefixes have kernels for .* not for sums over pairs",
+    ),
 }
 
 
@@ -301,14 +327,15 @@ def test_fp16_kernels_are_refused_and_a_state_is_kept() -> None:
     assert bool(states[0].any())
 
 
-def test_a_label_that_names_no_key_leaves_nan_to_its_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels of a device are looked at once. Other queries of a sum over pairs know nothing of that one."""
-    module, labels = package("siglip_labels"), torch.arange(30)
+@pytest.mark.parametrize("name", ["siglip_labels", "infonce", "infonce_prefixes", "infonce_cosines"])
+def test_a_label_that_names_no_key_leaves_nan_to_its_query(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels of a device are looked at once. Other queries know nothing of that one."""
+    module, labels = package(name), torch.arange(30)
     monkeypatch.setattr(
         importlib.import_module(f"{module.__name__}._runtime.agreement"), "_label_range", lambda *_: (0, -1)
     )
     labels[7] = 30
-    leaves, _ = drawn("siglip_labels", 30)
+    leaves, _ = drawn(name, 30)
     losses = module.contrastive_loss(**leaves, labels=labels, reduction="none")
     assert losses.isnan().nonzero().flatten().tolist() == [7]
     dq, dk, dscale, dbias = torch.autograd.grad(losses.sum(), [*leaves.values()])
@@ -318,10 +345,10 @@ def test_a_label_that_names_no_key_leaves_nan_to_its_query(monkeypatch: pytest.M
 
 ENGINE = "_runtime/engine.py"
 BUGS = {
-    "sums keep their weights": ("infonce", ENGINE, "    view(of_queries).mantissa.div_(upstream)\n", ""),
+    "sums keep their weights": ("infonce", ENGINE, "    view(of_queries, prefixes).mantissa.div_(upstream)\n", ""),
     "positives keep theirs": ("infonce", ENGINE, "        parts.of_positives.mul_(upstream)\n", "        pass\n"),
     "parts of the scalars keep theirs": ("rince", ENGINE, "    parts.of_scalars.mul_(upstream)\n", ""),
-    "columns keep theirs": ("clip", ENGINE, "        view(of_keys).mantissa.div_(upstream)\n", ""),
+    "columns keep theirs": ("clip", ENGINE, "        view(of_keys, prefixes).mantissa.div_(upstream)\n", ""),
     "second sums keep theirs": (
         "hard_negative",
         ENGINE,
@@ -339,6 +366,20 @@ BUGS = {
     "what is saved is changed": ("infonce", ENGINE, "saved.of_queries.clone()", "saved.of_queries"),
     "factors of pairs are those of forward": ("siglip", ENGINE, ".factor.mul_(upstream)", ".factor.mul_(1.0)"),
     "slopes of pairs have no factor": ("siglip", "schedule.py", "slopes *= strip.queries.factor[:, None]", "pass"),
+    "losses of prefixes have no weights": ("clip_prefixes", ENGINE, "part.positive[1:4].mul_(weight)", "pass"),
+    "losses are those of the first prefix": ("infonce_cosines", ENGINE, "terms.sum(0)", "terms[0].clone()"),
+    "the first prefix alone has factors": (
+        "clip_cosines",
+        ENGINE,
+        "view(of_keys, prefixes).mantissa.div_",
+        "view(of_keys, prefixes).mantissa[0].div_",
+    ),
+    "positives of prefixes have the g of other keys": (
+        "infonce_prefixes",
+        "schedule.py",
+        "g[row, column] = of_prefix.positive[0, row]",
+        "pass",
+    ),
     "totals of pairs are never fresh": ("siglip_multi", "schedule.py", "if fresh_queries:", "if not fresh_queries:"),
 }
 
