@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "692e9079d7323decc1e4cc5e4dd7bc9faf8c60e9029dca95e26c9da396e037cc",
+    "digest": "865c61ce6dc4e05339df49efa6956ecf4f09a68a038f8bf8e4c29b50df87e348",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

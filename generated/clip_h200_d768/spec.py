@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "48750d540d21b5b4e7e91558d90f7e3f32d4333d0d336fd31447a44af20e3c16",
+    "digest": "d5783e4fe5b7e40108a7b3dc5824590980a916b1304f290b2cd2151a2cc0525e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

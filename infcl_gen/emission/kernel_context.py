@@ -173,7 +173,11 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if both_axes else "its row",
-        "formula_of_g": _formula_of_g(plan),
+        "formula_of_g": "share_i 2^(y - r_i)"
+        + " + b_i 2^(guide - its log-sum-exp)" * (plan.traits.by_guide and not plan.traits.guided_sides)
+        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
+        + ", and the same of MULTIPLE y" * plan.traits.second
+        + ", and shares of 2^(guide - its log-sum-exps)" * plan.traits.guided_sides,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": inner,  # depth of a similarity, as a constant of the file
@@ -245,20 +249,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     }
 
 
-def _formula_of_g(plan: Plan) -> str:
-    """What `gradient` computes, each element with references of its own."""
-    traits = plan.traits
-    return (
-        "share_i 2^(y - r_i)"
-        + " + b_i 2^(guide - its log-sum-exp)" * (traits.by_guide and not traits.guided_sides)
-        + f" + share_j 2^(y - {'r' if traits.triangle else 'c'}_j)" * plan.both_axes
-        + ", and the same of MULTIPLE y" * traits.second
-        + ", and shares of 2^(guide - its log-sum-exps)" * traits.guided_sides
-    )
-
-
 _ABOUT_G_OF_PREFIX = (
-    "Of each prefix g = {}. No exponent is large, as no term is above its sum: nothing is flagged.",
+    "Of each prefix g = share_i 2^(y - r_i){}. No exponent is large, as no term is above its sum: nothing is flagged.",
     """Of each prefix g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential. `ratios` has prepared
     the statistics of keys: b_j relative to the block's reference, 0 beyond the last key. The flag is up if a row or key
     of any prefix lies more than SPREAD below its reference.""",
@@ -319,7 +311,7 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         "visiting_keys_of_slabs": "visiting_keys = tl.minimum(columns, keys - 1)" if apart else ABSENT,
         "of_slab": "value",
         "g_of_positive": "slab_positive_of_row" if combined else "slab_positive_gradient",
-        "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared].format(_formula_of_g(plan)),
+        "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared].format(" + share_j 2^(y - c_j)" * both),
         "key_distance": "key_stride" if both and not combined else "0",
         "lane_sums": "lane_sums, " * both,
         "about_lane_sums": ", those of a column to lane_sums" * both,

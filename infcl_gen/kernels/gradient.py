@@ -75,13 +75,9 @@ MOST_COSINES = 6  # beside half of the keys of these tiles
 # Where each side has an exponential: with 64 keys a thread of sm_90 spills 32 to 576 bytes, and with 8 warps one of
 # gfx942 620.
 APART_BLOCKS = {
-    "hopper": Block(64, 32, 32, 4, 6),
-    "blackwell": Block(64, 32, 64, 8, 3),
-    "ampere": Block(64, 32, 64, 4, 3),
-    "small": Block(64, 32, 32, 4, 3),
-    "cdna3": Block(64, 32, 32, 4, 2),
-    "cdna4": Block(64, 32, 32, 4, 2),
-}
+    "hopper": Block(64, 32, 32, 4, 6), "blackwell": Block(64, 32, 64, 8, 3), "ampere": Block(64, 32, 64, 4, 3),
+    "small": Block(64, 32, 32, 4, 3), "cdna3": Block(64, 32, 32, 4, 2), "cdna4": Block(64, 32, 32, 4, 2),
+}  # fmt: skip
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))

@@ -110,20 +110,15 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     of_all = W * n if v.gather else n
     kept_keys = n if v.traits.crossed else 2 * n if v.keeps else of_all  # statistics stay from forward to backward
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
+    kept = v.losses * (2 + v.positive_parts)  # numbers of a query
     terms = [
-        BufferTerm("query_statistics", both, (v.losses * (2 + v.positive_parts), m), _of_query(v)),
+        BufferTerm("query_statistics", both, (kept, m), _of_query(v)),
         v.traits.has_keys
         and BufferTerm("key_statistics", both, (v.traits.key_numbers, kept_keys), "c_j as a wide float"),
         *_common_terms(v),
         v.traits.per_row
-        and BufferTerm(
-            "weighed_statistics",
-            backward,
-            (v.losses * (2 + v.positive_parts) + len(v.traits.vectors), m),
-            "by upstream",
-        ),
-        v.traits.per_row
-        and v.traits.crossed
+        and BufferTerm("weighed_statistics", backward, (kept + len(v.traits.vectors), m), "by upstream"),
+        (v.traits.per_row and v.traits.crossed)
         and BufferTerm("weighed_columns", backward, (v.traits.key_numbers, n), "by upstream"),
     ]
     if v.strategy == "stash":

@@ -366,7 +366,12 @@ BUGS = {
     "what is saved is changed": ("infonce", ENGINE, "saved.of_queries.clone()", "saved.of_queries"),
     "factors of pairs are those of forward": ("siglip", ENGINE, ".factor.mul_(upstream)", ".factor.mul_(1.0)"),
     "slopes of pairs have no factor": ("siglip", "schedule.py", "slopes *= strip.queries.factor[:, None]", "pass"),
-    "losses of prefixes have no weights": ("clip_prefixes", ENGINE, "part.positive[1:4].mul_(weight)", "pass"),
+    "losses of prefixes have no weights": (
+        "clip_prefixes",
+        ENGINE,
+        "part.positive[1:4].mul_(package.loss.PREFIX_WEIGHTS[number])",
+        "pass",
+    ),
     "losses are those of the first prefix": ("infonce_cosines", ENGINE, "terms.sum(0)", "terms[0].clone()"),
     "the first prefix alone has factors": (
         "clip_cosines",

@@ -321,7 +321,7 @@ class Combined(NamedTuple):
 
     of_positives: Tensor  # (m,): g of its positive; of several positives what is first in `Block.positive`
     of_scalars: Tensor  # (2, m): its parts of M * dL/dscale and M * dL/dbias
-    term: Tensor  # (m,): its part of M * L
+    term: Tensor  # (m,): its part of M * L; of prefixes all have a further dimension before the last
     by_z: Tensor | None  # (m,): of g, by the positive's z, where the logit is not affine
     second: Statistics | None  # of a second log-sum-exp
 

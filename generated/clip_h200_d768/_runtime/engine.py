@@ -113,7 +113,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             of_all = [pooled(package, ours, group)] if package.traits.pooled else []
             columns = Columns(package, ours, group, layout) if package.traits.columns_of_ids else None
             of_all += [] if columns is None else [columns.of_queries()]
-            package.schedule.combine(ours, *of_all)
+            _combine(package, ours, of_all)
             if columns is not None:
                 columns.renew(of_all[-1])
         weight = _weight(layout, call.options)
@@ -122,7 +122,8 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         if call.options.reduction == "none":
             if isinstance(ours.queries, Terms):
                 return ours.queries.total.clone(), saved
-            terms = combined(package.traits, ours.positive).term.clone()
+            terms = combined(package.traits, ours.positive).term
+            terms = terms.sum(0) if package.traits.slabs else terms.clone()
             return sweep.means.added_to_rows(terms) if isinstance(sweep.means, Means) else terms, saved
         loss = package.schedule.loss_terms(ours, weight)
         return loss if sweep.means is None else sweep.means.added(loss, weight), saved
@@ -159,15 +160,28 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
 
 
+def _combine(package: Package, block: Block, of_all: list[Tensor]) -> None:
+    """Makes weights of all queries, of each prefix on its own. Its parts of the loss and of scalars get the prefix's
+    weight here, and its gradients of logits in backward."""
+    if not package.traits.slabs:
+        package.schedule.combine(block, *of_all)
+        return
+    for number, (columns, weight) in enumerate(zip(package.traits.prefixes, package.loss.PREFIX_WEIGHTS, strict=True)):
+        part = block.prefix(number, columns)
+        package.schedule.combine(part)
+        part.positive[1:4].mul_(weight)
+
+
 def _times_upstream(package: Package, saved: Saved, upstream: Tensor) -> Saved:
     """What forward has saved of each query, times the gradient (m,) of its loss. A log-sum-exp's sum is divided: its
     row, or column, then has the weight."""
     traits, of_queries, vectors = package.traits, saved.of_queries.clone(), saved.of_vectors.clone()
+    prefixes = len(traits.slabs)
     if traits.pairs:
         Terms(*of_queries).factor.mul_(upstream)
         return saved._replace(of_queries=of_queries)
-    parts, of_keys = combined(traits, of_queries[2:]), saved.of_keys
-    view(of_queries).mantissa.div_(upstream)
+    parts, of_keys = combined(traits, by_prefix(of_queries, prefixes)[2:]), saved.of_keys
+    view(of_queries, prefixes).mantissa.div_(upstream)
     if traits.softmax_of_positives or traits.by_guide:
         parts.of_positives.div_(upstream)
     else:
@@ -179,7 +193,7 @@ def _times_upstream(package: Package, saved: Saved, upstream: Tensor) -> Saved:
         parts.second.mantissa.div_(upstream)
     if traits.crossed:
         of_keys = of_keys.clone()
-        view(of_keys).mantissa.div_(upstream)
+        view(of_keys, prefixes).mantissa.div_(upstream)
     vectors[: traits.weighed] *= upstream
     return saved._replace(of_queries=of_queries, of_keys=of_keys, of_vectors=vectors)
 
@@ -560,7 +574,7 @@ def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
     """Of a combined loss queries' parts of M * dL/dscale and M * dL/dbias (2, m), which `combine` leaves in `positive`
     (POSITIVE_PARTS, m); of others the number of queries, as the sum of M * dL/dx over a row is a constant."""
     traits = package.traits
-    return combined(traits, positive).of_scalars if traits.combined else positive.shape[-1]
+    return combined(traits, positive).of_scalars.flatten(1).contiguous() if traits.combined else positive.shape[-1]
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor | None:
