@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "865c61ce6dc4e05339df49efa6956ecf4f09a68a038f8bf8e4c29b50df87e348",
+    "digest": "d7cc25e3ad8058863d46c9f97fc99921e644a07dd35c035cbdf5c03eed43b9b1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d5783e4fe5b7e40108a7b3dc5824590980a916b1304f290b2cd2151a2cc0525e",
+    "digest": "6914d74780185862dcd90329b4689abe909d8f898ebb93dd655a2ba6a8a88a37",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -161,15 +161,14 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
 
 
 def _combine(package: Package, block: Block, of_all: list[Tensor]) -> None:
-    """Makes weights of all queries, of each prefix on its own. Its parts of the loss and of scalars get the prefix's
-    weight here, and its gradients of logits in backward."""
+    """Makes the weights of queries, of each prefix on its own: its parts of the loss and of scalars are times its
+    weight, and in backward its gradients of logits."""
     if not package.traits.slabs:
         package.schedule.combine(block, *of_all)
-        return
-    for number, (columns, weight) in enumerate(zip(package.traits.prefixes, package.loss.PREFIX_WEIGHTS, strict=True)):
-        part = block.prefix(number, columns)
+    for number in range(len(package.traits.slabs)):
+        part = block.prefix(number, package.dim)
         package.schedule.combine(part)
-        part.positive[1:4].mul_(weight)
+        part.positive[1:4].mul_(package.loss.PREFIX_WEIGHTS[number])
 
 
 def _times_upstream(package: Package, saved: Saved, upstream: Tensor) -> Saved:
