@@ -72,12 +72,12 @@ SLAB_BLOCKS = {
 # Cosines have factors of rows and keys, and sums of either: 64 x 128 over 4 warps of sm_90 spills 490 bytes a thread.
 COSINE_BLOCKS = SLAB_BLOCKS | {"hopper": Block(64, 128, 32, 8, 3)}
 MOST_COSINES = 6  # beside half of the keys of these tiles
-# Where each side has an exponential: with 64 keys a thread of sm_90 spills 32 to 576 bytes, and with 8 warps one of
-# gfx942 620.
+# Where each side has an exponential: with 4 warps a thread of sm_90 spills 576 bytes, and with 8 one of gfx942 620.
 APART_BLOCKS = {
-    "hopper": Block(64, 32, 32, 4, 6), "blackwell": Block(64, 32, 64, 8, 3), "ampere": Block(64, 32, 64, 4, 3),
+    "hopper": Block(64, 64, 32, 8, 3), "blackwell": Block(64, 32, 64, 8, 3), "ampere": Block(64, 32, 64, 4, 3),
     "small": Block(64, 32, 32, 4, 3), "cdna3": Block(64, 32, 32, 4, 2), "cdna4": Block(64, 32, 32, 4, 2),
 }  # fmt: skip
+APART_COSINE_BLOCKS = APART_BLOCKS | {"hopper": Block(64, 32, 32, 8, 3)}  # with 64 keys 128 bytes
 STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -100,7 +100,9 @@ class GradientTile(Tile):
             return few
         two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.slabs:
-            blocks = APART_BLOCKS if two else COSINE_BLOCKS if choice.traits.renormalised else SLAB_BLOCKS
+            blocks = ((SLAB_BLOCKS, COSINE_BLOCKS), (APART_BLOCKS, APART_COSINE_BLOCKS))[two][
+                choice.traits.renormalised
+            ]
             return beside_prefixes(blocks, architecture, choice)
         if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
