@@ -60,6 +60,7 @@ Beyond that the nightly tier alone
   planned tiles; CI six of other kernels,
 - runs kernels of prefixes at five ragged sizes and over ranks in two batches; CI at two and in one, and two of four
   where rows are computed twice,
+- takes kernels of single queries over prefixes, and sends them, in four packages; CI in two, and one of kernels,
 - runs `rows` over one to three ranks in five batches, at five ragged sizes and in six wide ranges; CI over two and
   three in one each, at two sizes and in three ranges,
 - plans under three further hash seeds and generates the golden packages under four, CI under one; prints the
