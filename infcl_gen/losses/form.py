@@ -191,8 +191,8 @@ class Form:
 
     @property
     def linear(self) -> bool:
-        """Whether F is a sum of constant multiples of log-sum-exps of its row and its column, and of the positive."""
-        return _is_linear(self.query_term, r, cp, pc)
+        """Whether F is a sum of constant multiples of log-sum-exps of its row and its column, and of one positive."""
+        return not self.several and _is_linear(self.query_term, r, cp, pc)
 
     @property
     def vectors(self) -> dict[str, Symbol]:
