@@ -112,11 +112,12 @@ def test_templates_stay_small() -> None:
     gradient keeps g in tiles of shared memory and has its own loop;
     15 are of a number of all positives; 34 leave out pairs
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
-    take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs.
+    take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs;
+    14 have weights of rows and keys of each prefix.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5557 and pages <= 150
+    assert sum(lines.values()) - pages <= 5571 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -188,7 +189,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 108 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 146 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -204,8 +205,8 @@ def test_the_source_stays_small() -> None:
     255 for a number of all positives, from the formula to the gate, 265 for thresholds, from the formula to the draws,
     242 for thresholds and blocks of rows in pairs, likewise,
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
-    keys, 258 for losses of single queries, likewise, 127 of these for sums over pairs, 27 to print an
-    expression of costs, and a literal, once, 47 for printed lines of 120 columns at most,
+    keys, 296 for losses of single queries, likewise, 127 of these for sums over pairs and 38 over prefixes, 27 to
+    print an expression of costs, and a literal, once, 47 for printed lines of 120 columns at most,
     35 for small panels in a ring, 12 for tiles that an input has computed again, 20 for what ranks and wrong calls are
     told, 21 for what `verify` is doing, 45 for packages without collections, 11 for a
     forward that ends with the own keys;
@@ -222,5 +223,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 24_108, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 24_146, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_086 and pages <= 850 and step <= 3_500

@@ -98,6 +98,8 @@ SMOOTH += [planned("rows", "smooth", "bf16", 64), planned("panel", "smooth_clip"
 PACKAGES += SMOOTH
 PACKAGES += [planned("panel", "matryoshka", "bf16", 768), planned("panel", "uneven_prefixes", "fp16", 136)]
 PACKAGES += [planned("panel", "infonce_matryoshka", "bf16", 768)]
+PACKAGES += [planned("panel", f"clip_{of}prefixes_of_rows", "bf16", 48) for of in ("", "cosines_")]
+PACKAGES += [planned("panel", "infonce_matryoshka_of_rows", "bf16", 768)]
 PACKAGES += [planned("panel", "matryoshka_cosines", "bf16", 768), planned("panel", "uneven_cosines", "bf16", 136)]
 PACKAGES += [planned("rows", "cwcl", "bf16", 64), planned("panel", "cwcl", "fp32", 96)]
 

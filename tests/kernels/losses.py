@@ -53,6 +53,7 @@ clip_prefixes_of_rows, infonce_prefixes_of_rows, clip_cosines_prefixes_of_rows, 
 matryoshka = dataclasses.replace(CLIP, prefixes=(96, 192, 384, 768))
 uneven_prefixes = dataclasses.replace(CLIP, prefixes={32: 1.0, 64: 0.5, 96: 2.0, 136: 1.0})  # two end in one stage
 infonce_matryoshka = dataclasses.replace(INFONCE, prefixes=matryoshka.prefixes)
+infonce_matryoshka_of_rows = dataclasses.replace(infonce_matryoshka, reduction="none")
 matryoshka_cosines, uneven_cosines = (
     dataclasses.replace(loss, renormalise=True) for loss in (matryoshka, uneven_prefixes)
 )
