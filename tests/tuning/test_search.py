@@ -67,7 +67,7 @@ SLOW = """
 import time as _time
 _whole = contrastive_loss
 def contrastive_loss(*a, **k):
-    _time.sleep(0.3)
+    _time.sleep(0.6)
     return _whole(*a, **k)
 """
 AT_SIZE = """
