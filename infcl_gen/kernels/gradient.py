@@ -98,12 +98,11 @@ class GradientTile(Tile):
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if few := few_block(architecture, choice):
             return few
-        two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.slabs:
-            blocks = ((SLAB_BLOCKS, COSINE_BLOCKS), (APART_BLOCKS, APART_COSINE_BLOCKS))[two][
-                choice.traits.renormalised
-            ]
-            return beside_prefixes(blocks, architecture, choice)
+            apart = choice.both_axes and not choice.one_exponential
+            own, of_cosines = (APART_BLOCKS, APART_COSINE_BLOCKS) if apart else (SLAB_BLOCKS, COSINE_BLOCKS)
+            return beside_prefixes(of_cosines if choice.traits.renormalised else own, architecture, choice)
+        two = choice.both_axes and choice.traits.combined and not choice.traits.even  # exponentials of each pair
         if choice.traits.ids_in_tiles or choice.traits.thresholds or two:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.pairs and choice.operand_bytes == 2:
