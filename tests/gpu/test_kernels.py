@@ -100,7 +100,8 @@ PACKAGES += [planned("panel", "matryoshka", "bf16", 768), planned("panel", "unev
 PACKAGES += [planned("panel", "infonce_matryoshka", "bf16", 768)]
 PACKAGES += [planned("panel", f"clip_{of}prefixes_of_rows", "bf16", 48) for of in ("", "cosines_")]
 PACKAGES += [planned("panel", "infonce_matryoshka_of_rows", "bf16", 768)]
-PACKAGES += [planned("panel", "matryoshka_cosines", "bf16", 768), planned("panel", "uneven_cosines", "bf16", 136)]
+COSINES = [planned("panel", "matryoshka_cosines", "bf16", 768), planned("panel", "uneven_cosines", "bf16", 136)]
+PACKAGES += COSINES
 PACKAGES += [planned("rows", "cwcl", "bf16", 64), planned("panel", "cwcl", "fp32", 96)]
 
 
@@ -160,6 +161,11 @@ CASES = st.builds(
 def test_as_accurate_as_the_dtypes_allow(made: Made, case: Case) -> None:
     fitting = dataclasses.replace(case, queries=min(case.queries, made.rows), keys=min(case.keys, made.rows))
     checks.numerics(made, fitting, "cuda")
+
+
+@pytest.mark.parametrize("made", grouped(COSINES))
+def test_positives_behind_the_last_key(made: Made) -> None:
+    checks.positives_behind_the_last_key(made, "cuda")
 
 
 @pytest.mark.parametrize("made", grouped(OF_ROWS))

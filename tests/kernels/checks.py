@@ -589,6 +589,40 @@ def flagged_gradients(made: Made, device: str = "cpu") -> None:
             assert found == flagged, f"flagged: {found}, where an exponent of side {side}, prefix {prefix} is {low}"
 
 
+def positives_behind_the_last_key(made: Made, device: str = "cpu") -> None:
+    """Positives whose columns lie in a ragged tile, behind its last key: another panel or rank has them. Their g, which
+    nobody has written, enters no sum: gradients and radial sums are those of the keys that are here."""
+    package, draw, rows, scale = module(made), torch.Generator().manual_seed(9), 100, 20.0
+    schedule, runtime = package._schedule, package._runtime
+    traits = package.ContrastiveLoss._package.traits
+    count, own = len(traits.prefixes), torch.arange(rows, 2 * rows, device=device) if traits.labels else rows
+    q, k = (torch.randn(rows, made.dim, generator=draw).to(DTYPES[made.dtype]).to(device) for _ in range(2))
+    factors = [runtime.renormalised.factors_of(x, traits.prefixes, torch.float32) for x in (q, k)]
+    radial = [torch.zeros(count, rows, device=device) for _ in range(2)]
+    complete = runtime.statistics.Statistics(*(torch.full((count, rows), x, device=device) for x in (6.0, 1.0)))
+    block = runtime.package.Block(
+        q, k, torch.tensor(scale, device=device), torch.zeros((), device=device), own, 0, complete,
+        complete if traits.has_keys else None, torch.zeros(schedule.POSITIVE_PARTS, count, rows, device=device),
+        query_factors=factors[0], key_factors=factors[1], query_radial=radial[0], key_radial=radial[1],
+    )  # fmt: skip
+    scratch = schedule.backward_scratch(rows, rows, q.device)
+    scratch.prefix_g.fill_(math.nan)
+    dq, dk = (torch.zeros(rows, made.dim, device=device) for _ in range(2))
+    schedule.backward_block(block, dq, dk, scratch, fresh_dq=True, fresh_dk=True)
+    expected = [torch.zeros_like(x, dtype=torch.float64) for x in (dq, dk, *radial)]
+    for number, (columns, weight) in enumerate(zip(traits.prefixes, schedule.WEIGHTS, strict=True)):
+        a, b = q[:, :columns].double(), k[:, :columns].double()
+        of_pairs = torch.outer(factors[0][number].double(), factors[1][number].double())
+        g = weight * torch.exp2(a @ b.T * of_pairs * scale / math.log(2.0) - 6.0) * of_pairs
+        expected[0][:, :columns] += g @ b
+        expected[1][:, :columns] += g.T @ a
+        expected[2][number], expected[3][number] = ((g * (a @ b.T)).sum(axis) for axis in (1, 0))
+    for name, found, truth in zip(("dq", "dk", "radial rows", "radial keys"), (dq, dk, *radial), expected, strict=True):
+        assert found.isfinite().all(), f"{name}: {int((~found.isfinite()).sum())} numbers are not finite"
+        error = float((found - truth).norm() / truth.norm())
+        assert error < 2.0 * torch.finfo(q.dtype).eps, f"{name}: an error of {error:.1e}"
+
+
 def unflagged_triangle(made: Made, device: str = "cpu") -> None:
     """The similarity of a row and itself, the largest of all, decides no reference; rows of which a tile leaves out all
     do not flag its strip. Of many columns, others' y lie within 2^40 of each other, and 2^100 below that of a row and

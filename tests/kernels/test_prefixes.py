@@ -55,6 +55,11 @@ def test_losses_of_single_queries(interpreted: Interpreter, name: str) -> None:
     interpreted(checks.losses_of_rows, OF_ROWS[name])
 
 
+@pytest.mark.parametrize("name", nightly(["clip_cosines", "infonce_cosines"], ["clip_cosines"]))
+def test_positives_behind_the_last_key(interpreted: Interpreter, name: str) -> None:
+    interpreted(checks.positives_behind_the_last_key, ALL[name])
+
+
 def test_a_flag_for_all_prefixes(interpreted: Interpreter) -> None:
     interpreted(checks.flagged_sums, CLIP)
     interpreted(checks.flagged_gradients, CLIP)
