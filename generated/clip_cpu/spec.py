@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d7cc25e3ad8058863d46c9f97fc99921e644a07dd35c035cbdf5c03eed43b9b1",
+    "digest": "69aa47bc45f0a891eed2a1c4c1a09e902a968dd0f76d2d1814eedc8ff6e0995a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6914d74780185862dcd90329b4689abe909d8f898ebb93dd655a2ba6a8a88a37",
+    "digest": "77b36c7f2a5efb1af9b2efb943b960b027da6b5f1696f60704d334ac99bc0473",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -247,10 +247,11 @@ def rows_scratch(rows, keys, device):
     )
 
 
-def rows_block(block, dq, dk, scratch, fresh_dk=False):
-    """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then dq = sum_j g_ij k_j, and
-    sum_i g_ij q_i added to dk, as in `backward_block`. The block has all keys. dk: the sums for consecutive keys, those
-    of each rank, as pairs of a tensor and the number of its keys. dq may be None, and dk empty: not computed.
+def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
+    """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then sum_i g_ij q_i added to dk,
+    as in `backward_block`, and dq = sum_j g_ij k_j. The block has all keys. dk: the sums for those of each rank, as
+    triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. arrive(): called
+    behind all sums for dk but the last.
 
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
@@ -281,19 +282,19 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False):
         query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, share=share, g=g,
         queries=m, keys=n, g_stride=g.stride(0), num_warps=4, num_stages=1)
     g = g if g.shape == (m, n) else g[:m, :n]
-    if dq is not None:
-        _add_product(dq, g, k, True)
-        launch(kernels.weighted_sums, (cdiv(m, FINISH_ROWS),),
-            total=dq, share=share, rows=m, num_warps=4, num_stages=1)
-    first = 0
     if dk:
         weighted = panel(scratch.weighted, 0, m)
         launch(kernels.weighted_queries, (cdiv(m, FINISH_ROWS),),
             q=q, share=share, out=weighted, rows=m, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
             num_warps=4, num_stages=1)
-    for total, keys in dk:
+    for number, (total, first, keys) in enumerate(dk, 1):
+        if arrive and number == len(dk):
+            arrive()
         _add_product(total, panel_columns(g, first, keys).mT, weighted, fresh_dk)
-        first += keys
+    if dq is not None:
+        _add_product(dq, g, k, True)
+        launch(kernels.weighted_sums, (cdiv(m, FINISH_ROWS),),
+            total=dq, share=share, rows=m, num_warps=4, num_stages=1)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):

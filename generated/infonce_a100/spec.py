@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "cae98d5fd3c8c218088ecb14d843a03882a205160dc80bd40262e9e20e3d9183",
+    "digest": "d7a39beb1bb1cc646af7d44d8ab029d56ba4da4dacf68ff680be6781ee605b6b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -506,8 +506,7 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
                 if not table.triangle:
                     add("own", when, "of this rank", 1)
                 add("others'", when, "sums that go home", others, pieces=apart)
-                if when == "finish" or not table.whole:  # they come after all work
-                    add("received", when, "sums of others that come home", others)
+                add("received", when, "sums of others that come home", others)
     return found
 
 

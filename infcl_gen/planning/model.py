@@ -318,7 +318,8 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
         sends = tuple(sent._replace(of=sent.of and HERE, to=to, source=0, target=0) for sent, to in over)
         waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
         owner = step.owner and (ACROSS["device"] if table.triangle and table.adds(step) else HERE)
-        counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1], halved=step.halved)] += 1
+        kind = Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])
+        counts[kind._replace(halved=step.halved, half=step.half)] += 1
     return counts
 
 

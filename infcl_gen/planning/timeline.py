@@ -178,7 +178,7 @@ class _Step:
                 if phase == "backward" and not arrived:
                     self._agree(phase)
                 name = f"{phase}, message {hop if number or step.owner else 'before'}"
-                done = self._message(name, batch, before)
+                done = self._message(name, batch, list(self._kernels) if step.late else before)
                 arrived |= {(number, self._table.role(sent.name, phase)): done for sent in batch}
             sums = arrived.get((step.sums_from, "summed"), self._nothing)
             if not self._table.adds(step):

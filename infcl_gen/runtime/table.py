@@ -11,11 +11,12 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
               the nodes; then all ranks send to the next node at once.
     gather    Each rank sends its keys to all others, beside the work on them. Sums go to their owner, or to all ranks
               if backward reads them. Backward works on the own keys last, while sums for others go home.
-              A `whole` one begins forward's work once all keys are there, and sends their gradients home after it.
+              A `whole` one begins forward's work once all keys are there. It ends with the own keys, and sums for
+              others go home beside what is left then.
     none      One device.
 
-A forward that has the sums for dk goes as backward does: sums for others go home beside the work on the own keys. The
-keys that it begins with come beside no work, in 16 bits where sums have 32.
+A forward that has the sums for dk works on the own keys twice: with half of its queries while the first keys come, and
+with the others while sums go home.
 
 Of a `triangle` queries are keys of each other, and one of two ranks computes their pairs: a rank meets the keys of
 those up to half way back, and has sums for each but itself. What has come home for its own keys belongs to its queries.
@@ -105,6 +106,8 @@ class Step(NamedTuple):
     sums_from: int = -1  # the same for the summed tensors
     copies: tuple[Copy, ...] = ()  # made on each rank before the transfers
     halved: bool = False  # the owner meets this rank's keys, too: of their pairs each computes its share
+    half: int = 0  # 1 and 2: the work is that of the first queries, and of the others; 0: of all
+    late: bool = False  # `sends` start behind a part of this step's work, too
 
     def share(self, rank: int, owner: int, rows: int, keys: int) -> Share:
         """What `rank` computes of the pairs of its `rows` and the owner's `keys`.
@@ -112,6 +115,9 @@ class Step(NamedTuple):
         Where both meet each other, the lower rank has the first half of its rows, and the other one all of its rows
         with the second half of the lower's.
         """
+        if self.half:  # few rows are all of the first half: its work begins the sums
+            first = min(rows, -(-rows // (2 * SHARE_ROWS)) * SHARE_ROWS)
+            return Share(0, first, 0, keys) if self.half == 1 else Share(first, rows - first, 0, keys)
         if not self.halved:
             return Share(0, rows, 0, keys)
         split = rows if rank < owner else keys
@@ -188,14 +194,13 @@ class Table:
             return ()
         if self.world_size == 1:
             return (Step(HERE),)
-        back = phase == "backward" or self._forward_goes_back
         if self.transport == "gather":
-            return _gather_back(self, phase) if back else _gather_forward(self)
-        return _ring_back(self, phase) if back else _ring_forward(self)
+            return _gather_back(self) if phase == "backward" else _gather_forward(self)
+        return _ring_back(self) if phase == "backward" else _ring_forward(self)
 
     @property
-    def _forward_goes_back(self) -> bool:
-        """Whether forward has the sums that others have in backward."""
+    def begins_and_ends_here(self) -> bool:
+        """Whether forward works on the own keys first and last: it has the sums that others have in backward."""
         ends_here = self.named("summed", "forward") and not self.named("unchanged", "backward")
         return bool(ends_here) and not self.triangle and not self.whole
 
@@ -212,6 +217,8 @@ class Table:
         """The part of a rank's pairs that a step computes."""
         if step.owner is None:
             return 0.0
+        if step.half:
+            return 0.5 / self.world_size
         return (2 if self.adds(step) and self.triangle and not step.halved else 1) / self.world_size
 
     def batches(self, phase: str, step: Step, size: Callable[[str], int]) -> list[tuple[Transfer, ...]]:
@@ -291,23 +298,25 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
             sends += tuple(Transfer(name, owner, moves[hop], place(hop), place(hop + 1)) for name in names)
         copies = () if hop else tuple(Copy(name, OWN, place(0)) for name in names)
         sums_from = hop if hop > first and sums else -1
-        halved = _is_halved(table, owner)
-        steps.append(Step(owner, place(hop), hop % 2, hop == first, sends, hop - 1, sums_from, copies, halved))
-    if sums:
+        halved, half = _is_halved(table, owner), int(table.begins_and_ends_here and not hop)
+        steps.append(Step(owner, place(hop), hop % 2, hop == first, sends, hop - 1, sums_from, copies, halved, half))
+    home = (last + 1) % 2
+    if table.begins_and_ends_here:
+        steps.append(Step(HERE, OWN, home, False, follow(last), -1, last + 1, half=2))
+    elif sums:
         read = [item.name for item in table.named("unchanged", "backward") if table.keeps]
         finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)
-        home = (last + 1) % 2
         steps.append(Step(None, OWN, home, False, follow(last), -1, last + 1, finished))
     return tuple(steps)
 
 
-def _ring_back(table: Table, phase: str) -> tuple[Step, ...]:
-    names, sums = ([item.name for item in table.named(role, phase)] for role in ("unchanged", "summed"))
+def _ring_back(table: Table) -> tuple[Step, ...]:
+    names, sums = ([item.name for item in table.named(role, "backward")] for role in ("unchanged", "summed"))
     owners, moves = _owners(table)[::-1], [_back(move) for move in _moves(table)]
-    last, steps, keeps = len(owners) - 1, [], table.keeps and phase == "backward"
+    last, steps = len(owners) - 1, []
     # What forward has not left goes to the rank that begins with it.
-    absent = [name for name in names if not keeps or table.role(name, "forward") == "absent"]
-    source, target = (0, KEPT) if keeps else (1, 0)
+    absent = [name for name in names if not table.keeps or table.role(name, "forward") == "absent"]
+    source, target = (0, KEPT) if table.keeps else (1, 0)
     if absent:
         away = tuple(Transfer(name, HERE, moves[last], source, target) for name in absent)
         steps.append(Step(None, sends=away, copies=tuple(Copy(name, OWN, source) for name in absent)))
@@ -316,7 +325,7 @@ def _ring_back(table: Table, phase: str) -> tuple[Step, ...]:
     def place(hop: int) -> Place:
         if hop == last:
             return OWN
-        return hop % 2 if not keeps else (hop - 1) % 2 if hop else KEPT
+        return hop % 2 if not table.keeps else (hop - 1) % 2 if hop else KEPT
 
     for hop, owner in enumerate(owners):
         number, sends = hop + fetch, tuple[Transfer, ...]()
@@ -341,21 +350,24 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
     receivers = _receivers(table)
     sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in names for to in receivers)
     copies = tuple(Copy(name, OWN, ALL) for name in names)
+    home = _home(table, "forward")
     if table.whole:
-        steps = [Step(None, ALL, ALL, False, sends, copies=copies), Step(HERE, ALL, ALL, True, unchanged_from=0)]
-    else:
-        steps = [Step(HERE, ALL, ALL, True, sends, copies=copies)]
+        steps = [Step(None, ALL, ALL, False, sends, copies=copies), *_of_others(table)]
+        ends = Step(HERE, ALL, ALL, True, home, late=True, unchanged_from=0)
+        return (*steps, ends, *[Step(None, sums_from=len(steps))] * bool(home))
+    steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, half=int(table.begins_and_ends_here))]
     steps += _of_others(table)
-    if home := _home(table, "forward"):
+    if table.begins_and_ends_here:
+        steps += [Step(HERE, ALL, ALL, False, home, half=2), Step(None, sums_from=len(steps))]
+    elif home:
         steps.append(Step(None, OWN, OWN, False, home, -1, len(steps)))
     return tuple(steps)
 
 
-def _gather_back(table: Table, phase: str) -> tuple[Step, ...]:
-    unsent = [x for x in table.named("unchanged", phase) if phase == "forward" or x.forward == "absent" or x.renewed]
-    fresh = [item.name for item in unsent]
+def _gather_back(table: Table) -> tuple[Step, ...]:
+    fresh = [x.name for x in table.named("unchanged", "backward") if x.forward == "absent" or x.renewed]
     sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _receivers(table))
-    copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, phase)
+    copies, home = tuple(Copy(name, OWN, ALL) for name in fresh), _home(table, "backward")
     if fresh and not home:  # what forward has not sent goes beside the work on the own keys
         return (Step(HERE, ALL, ALL, True, sends, copies=copies), *_of_others(table))
     steps = [Step(None, ALL, ALL, False, sends, copies=copies)] * bool(fresh)

@@ -925,7 +925,7 @@ def labels_without_a_key(made: Made, device: str = "cpu") -> None:
     scratch = schedule.rows_scratch(60, 90, q.device)
     pair = runtime.statistics.view(statistics)
     block = runtime.package.Block(q, k, one, 0 * one, labels, 0, pair, None, positive)
-    schedule.rows_block(block, dq, [(dk, 90)], scratch, fresh_dk=True)
+    schedule.rows_block(block, dq, [(dk, 0, 90)], scratch, fresh_dk=True)
     wrong = dq.isnan().any(1).nonzero().flatten().tolist()
     assert wrong == [7] and bool(dk.isnan().all()), f"rows {wrong} of dq are NaN, and {dk.isnan().sum()} numbers of dk"
 
@@ -945,7 +945,7 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
         scratch = schedule.rows_scratch(64, 90, q.device)
         pair = runtime.statistics.view(statistics.to(device))
         block = runtime.package.Block(q, k, ln2, zero, labels, 0, pair, None, positive.to(device))
-        schedule.rows_block(block, sums[0], [(sums[1], len(sums[1]))], scratch, fresh_dk=True)
+        schedule.rows_block(block, sums[0], [(sums[1], 0, len(sums[1]))], scratch, fresh_dk=True)
         found = scratch.flags[:4].bool().tolist()
         assert found == [False, flagged] * 2, f"flags {found} where a row has y = {y}"
         truth = torch.softmax((q @ k.T).double() * math.log(2), 1)
@@ -1207,11 +1207,13 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
 
     def guarded_block(*arguments: Any, **more: Any) -> None:
         block, dq, dk, *rest = arguments
-        totals = [dq, *(total for total, _ in dk)] if name == "rows_block" else [dq, dk]
+        totals = [dq, *(total for total, *_ in dk)] if name == "rows_block" else [dq, dk]
         totals = [total for total in totals if total is not None]
         places = {id(total): bands.place(total, "an accumulator") for total in totals}  # own rows have one for both
         own, *others = kept = [places[id(total)] for total in totals]
-        sums = zip(others, (keys for _, keys in dk), strict=True) if name == "rows_block" else (*others, None)[0]
+        sums = (*others, None)[0]
+        if name == "rows_block":
+            sums = [(x, *which) for x, (_, *which) in zip(others, dk, strict=True)]
         whole_block(block, own, sums, *rest, **more)
         for total, found in zip(totals, kept, strict=True):
             total.copy_(found)

@@ -764,7 +764,18 @@ BUGS: dict[str, Bug] = {
         "loss",
     ),
     "the products of a gather begin with the first keys for each rank": Bug(
-        ROWS_OF_A_GATHER, (("schedule.py", "first += keys", "first += 0"),), checks.over_ranks, RANKS, "dk"
+        ROWS_OF_A_GATHER,
+        (("schedule.py", "panel_columns(g, first, keys)", "panel_columns(g, 0, keys)"),),
+        checks.over_ranks,
+        RANKS,
+        "dk",
+    ),
+    "sums of a gather go home before those of the last rank are there": Bug(
+        ROWS_OF_A_GATHER,
+        (("schedule.py", "number == len(dk)", "number == 1"),),
+        checks.over_ranks,
+        RANKS,
+        "written to before the wait",
     ),
     "gradients of keys leave out what other ranks' queries give": Bug(
         ROWS_OF_A_GATHER,

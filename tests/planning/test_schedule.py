@@ -69,24 +69,44 @@ def test_a_gather_meets_each_pair_once(world: int, has_keys: bool) -> None:
 
 
 @pytest.mark.parametrize("way", [("ring", 1, 2), ("ring", 1, 5), ("ring", 3, 2), ("gather", 1, 2), ("gather", 1, 5)])
-def test_sums_of_a_forward_with_gradients_go_home_beside_work(way: tuple[str, int, int]) -> None:
-    """Planted: a forward that begins with the own keys, whose sums go home behind all work."""
+def test_a_forward_with_gradients_sends_beside_work(way: tuple[str, int, int]) -> None:
+    """Keys and sums: it begins and ends with the own keys, each time with one half of the queries.
+
+    Planted: the second half is left out.
+    """
     table = Table(*way, False, travelling("siglip"))
-    assert walk(table)["forward"].owners[-1] == HERE
-    sums = [step for step in table.steps("forward") if any(sent.name == "key gradients" for sent in step.sends)]
-    assert sums and all(step.owner is not None for step in sums)
+    walked, steps = walk(table)["forward"], table.steps("forward")
+    world, works = table.world_size, [step for step in steps if step.owner is not None]
+    assert (works[0].owner, works[0].half) == (works[-1].owner, works[-1].half - 1) == (HERE, 1)
+    assert walked.owners[0] == HERE and not any(step.half for step in works[1:-1])
+    assert walked.transfers == (world - 1 + world if way[0] == "ring" else 2 * (world - 1))
+    assert all(step.owner is not None for step in steps if step.sends)
+    assert sum(map(table.work, steps)) == pytest.approx(1)
+    with pytest.raises(VerificationError, match="contributions"):
+        walk(table, {"forward": [step._replace(owner=None) if step.half == 2 else step for step in steps]})
+
+
+@given(st.integers(0, 400))
+def test_halves_of_the_queries_are_all_of_them(rows: int) -> None:
+    """They meet at a multiple of 8 rows, and the first is empty for no queries alone: its work begins the sums."""
+    first, second = (Step(HERE, half=half).share(1, 1, rows, 7) for half in (1, 2))
+    assert (first.row, first.rows, second.rows) == (0, second.row, rows - first.rows)
+    assert first.keys == second.keys == 7 and first.key == second.key == 0
+    assert first.rows == rows or (first.rows % 8 == 0 and 0 <= first.rows - second.rows < 16)
+    assert bool(first.rows) == bool(rows)
 
 
 @pytest.mark.parametrize("world", [2, 3, 16])
 def test_a_whole_gather_works_once_all_keys_are_there(world: int) -> None:
-    """Forward has two batches of messages, keys before all work and sums after it; backward has neither. For another
+    """Forward has two batches of messages, keys before all work and sums late in it; backward has neither. For another
     number of ranks it is a ring with the sums in backward."""
     table = gather_table(world, has_keys=False).as_whole()
     walked = walk(table)
     assert walked["forward"].transfers == 2 * (world - 1) and walked["backward"].transfers == 0
-    first, *works, last = table.steps("forward")
+    first, *works, own, last = table.steps("forward")
     assert first.owner is None and first.sends and all(step.unchanged_from == 0 and not step.sends for step in works)
-    assert last.owner is None and {sent.name for sent in last.sends} == {"key gradients"}
+    assert own.owner == HERE and own.late and {sent.name for sent in own.sends} == {"key gradients"}
+    assert last.owner is None and not last.sends
     other = table.over(world + 1)
     assert other == ring_table(1, world + 1, has_keys=False, keeps=False)
     assert table.over(1).travelling == other.travelling and not table.over(1).whole

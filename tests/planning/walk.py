@@ -25,10 +25,11 @@ def walk(table: Table, phases: Mapping[str, Sequence[Step]] | None = None) -> di
     """Walk the steps of "forward" and "backward" (`phases`: other ones than the table's), tracking what is in which
     place.
 
-    Proves that each rank meets the keys of all ranks exactly once, of a triangle that one of two ranks meets the other,
-    or both by half; with what the work needs present, of the right owner and finished; that nothing is read or written
-    while it is on its way; and that all sums come home, or to everybody where backward reads them, with the
-    contribution of every rank that has some. Raises VerificationError saying what fails, where.
+    Proves that each rank meets the keys of all ranks exactly once, or its own with one half of its queries and with the
+    other; of a triangle that one of two ranks meets the other, or both by half; with what the work needs present, of
+    the right owner and finished; that nothing is read or written while it is on its way; and that all sums come home,
+    or to everybody where backward reads them, with the contribution of every rank that has some. Raises
+    VerificationError saying what fails, where.
     """
     phases = phases or {phase: table.steps(phase) for phase in ("forward", "backward")}
     held: dict[_Spot, _Content] = {}
@@ -48,10 +49,11 @@ _Spot = tuple[str, Place, Move | None]
 
 @dataclasses.dataclass(frozen=True)
 class _Content:
-    """Of whose keys, relative to the rank; `added`: who has contributed to sums, relative to the owner."""
+    """Of whose keys, relative to the rank; `added`: who has contributed to sums, relative to the owner, with which half
+    of its queries (0: all)."""
 
     owner: Move
-    added: set[Move] | None = None
+    added: set[tuple[Move, int]] | None = None
 
 
 class _Rank:
@@ -65,6 +67,7 @@ class _Rank:
             if item.forward != "summed" or item.renewed:
                 self._held[item.name, OWN, None] = _Content(HERE)
         self._where, self._owners, self._sent, self._halved = f"before {phase}", list[Move](), 0, set[Move]()
+        self._halves = 2 if any(step.half for step in table.steps(phase)) else 1  # of own queries with own keys
         # By step and role: target and what arrives there, and the places that are busy till then.
         self._coming: dict[tuple[int, str], list[tuple[_Spot, _Content]]] = {}
         self._received: dict[tuple[int, str], list[_Spot]] = {}
@@ -82,7 +85,8 @@ class _Rank:
         for sent in step.sends:
             self._send(number, sent)
         if step.owner is not None:
-            self._owners.append(self._at(step.owner))
+            if step.half != 2:
+                self._owners.append(self._at(step.owner))
             self._halved |= {self._at(step.owner)} if step.halved else set()
             for item in table.named("unchanged", phase):
                 self._read(item.name, step.unchanged, step.owner, step.owner)
@@ -124,10 +128,10 @@ class _Rank:
 
     @property
     def _contributors(self) -> int:
-        """How many ranks add to the sums of each."""
+        """How many contributions the sums of each have."""
         world = self._table.world_size
         if not self._table.triangle:
-            return world
+            return world - 1 + self._halves
         nodes, devices = self._table.nodes, self._table.devices_per_node
         alone = (1 + (nodes % 2 == 0)) * (1 + (devices % 2 == 0))  # distances that are the same on the way back
         return alone - 1 + (world - alone) // 2
@@ -214,7 +218,7 @@ class _Rank:
         """This rank's contribution."""
         assert step.owner is not None
         owner, spot = self._at(step.owner), self._spot(name, step.sums, step.owner)
-        me = self._at((-owner[0], -owner[1]))
+        me = self._at((-owner[0], -owner[1])), step.half
         if step.fresh:
             self._write(spot, _Content(owner, {me}))
             return

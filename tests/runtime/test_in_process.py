@@ -433,16 +433,17 @@ def test_a_loss_with_gradients_in_the_forward_sweep_travels(
         tensors = Tensors({"keys": own}, kept, {"features": k.dtype, "statistics": k.dtype})
         trip = Trip(place.ring(rank, ""), table, "forward", Layout(rank, rows, keys), tensors)
         for _ in trip:
-            visiting = trip["keys"]
-            if not (len(mine) and len(visiting)):
+            visiting, (row, count, *_) = trip["keys"], trip.share
+            if not (count and len(visiting)):
                 continue
-            z = mine @ visiting.T
+            part = mine[row : row + count]
+            z = part @ visiting.T
             loss += torch.nn.functional.softplus(z).sum()
-            dq += z.sigmoid() @ visiting
+            dq[row : row + count] += z.sigmoid() @ visiting
             trip.arrive()
             if trip.fresh:
                 trip["key gradients"].zero_()
-            trip["key gradients"].add_(z.sigmoid().T @ mine)
+            trip["key gradients"].add_(z.sigmoid().T @ part)
         return loss, dq, trip.home("key gradients").clone()
 
     place = World(packages("clip"), len(rows))

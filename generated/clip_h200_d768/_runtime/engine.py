@@ -269,11 +269,14 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
         total = weighting.query_sums(dq, step)
         block = sweep.block(0, tensors.kept["keys"], saved.of_keys, None)
         scratch = schedule.rows_scratch(step, keys, q.device)
-        of_ranks = [(sums[rank], count) for rank, count in enumerate(layout.keys) if count and of_keys]
+        of_ranks = [(sums[rank], layout.key_offset(rank), count) for rank, count in enumerate(layout.keys)]
+        of_ranks = [of_ranks[rank] for rank in sums if of_keys and layout.keys[rank]]  # the own ones last
         for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
             part = block.panel(start, count, 0, keys)
-            schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0)
-        del scratch  # its memory is for the sums of other ranks
+            ends = start + count == q.shape[0] and layout.keys[layout.rank]
+            arrive = trip.arrive if ends else None
+            schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0, arrive=arrive)
+        del scratch  # its memory is for the results
     if dk is not None:
         if means is not None:
             means.arrived(trip)
@@ -543,7 +546,7 @@ class _Sweep:
                 statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
                 ids = trip["key ids"].view(-1) if traits.ids else None
                 guides = trip["guide keys"] if traits.guide else None
-                yield self.block(owner, trip["keys"], statistics, ids, guides)
+                yield self.block(owner, trip["keys"], statistics, ids, guides).panel(*share)
 
     def _begin(self, trip: Trip) -> None:
         """Makes sums for visiting rows to which nothing was added those of no pair; gradients where this rank's work
@@ -635,7 +638,7 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = No
         kept = None if tiles is None or start >= len(tiles) else panel(tiles, start, count)
         part = block.panel(start, count, 0, keys)
         if by_rows:
-            schedule.rows_block(part, own, [] if sums is None else [(sums, keys)], scratch, fresh_dk=start == 0)
+            schedule.rows_block(part, own, [] if sums is None else [(sums, 0, keys)], scratch, fresh_dk=start == 0)
         else:
             how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": kept}
             schedule.backward_block(part, own, sums, scratch, **how)
@@ -710,12 +713,16 @@ def _finished(
     dq_sum = weighting.query_sums(dq, q.shape[0])
     scratch, fresh = None, True
     for block in sweep.visits(trip):
+        row, rows = trip.share[:2]
         if scratch is None:
             scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
+        if dq_sum is not None and fresh and rows < q.shape[0]:
+            panel(dq_sum, rows, q.shape[0] - rows).zero_()
         if sweep.renormalised is not None:
             block = sweep.renormalised.with_sums(block, trip, *weighting.products)
         how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
-        schedule.backward_block(block, dq_sum, trip["key gradients"] if of_keys else None, scratch, **how)
+        dq_part = None if dq_sum is None else panel(dq_sum, row, rows)
+        schedule.backward_block(block, dq_part, trip["key gradients"] if of_keys else None, scratch, **how)
         if sweep.means is not None and of_keys:
             sweep.means.work(trip, trip.fresh)
         fresh = False

@@ -42,8 +42,9 @@ class Trip:
     """One phase of the table on this rank. Iterating yields the owners of visiting keys; the loop's body works on them.
 
     The work reads unchanged tensors as `trip[name]` and, after `arrive()`, adds to summed tensors. `arrive` starts the
-    step's messages, behind the work of earlier steps only; on a CPU they start before the work. After the loop
-    `home(name)` holds the sums of all ranks for this rank's keys; of a triangle `others(name)` those of other ranks.
+    step's messages, behind the work of earlier steps only, or if they are late behind the work so far as well; on a CPU
+    others start before the work. After the loop `home(name)` holds the sums of all ranks for this rank's keys; of a
+    triangle `others(name)` those of other ranks.
 
     `agree` is called once, before anything is sent. A failed transfer raises RuntimeError with phase, hop and peers.
     """
@@ -57,7 +58,7 @@ class Trip:
         self._device = next(iter(tensors.own.values())).device
         self._step, self._hop, self._owner = Step(None), -1, layout.rank
         self.fresh = True  # nothing was added to this step's sums: work may overwrite them
-        self._pending: tuple[int, list[_Ends], Moment] | None = None  # messages of this step, not started
+        self._pending: tuple[int, list[_Ends], Moment | None] | None = None  # messages of this step, not started
         self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started them, and the role
 
     def __iter__(self) -> Iterator[int]:
@@ -70,8 +71,8 @@ class Trip:
                 self._hop, self._owner = self._hop + 1, self._table.rank(self._layout.rank, step.owner)
             if step.sends:
                 # Buffers first: the launches that make them must not run beside the work.
-                self._pending = number, list(self._ends(step)), Moment(self._device, self._group.overlaps)
-                if step.owner is None or self._device.type != "cuda":
+                self._pending = number, list(self._ends(step)), None if step.late else self._moment()
+                if not step.late and (step.owner is None or self._device.type != "cuda"):
                     self._start()
             if step.owner is not None:
                 with self._range():
@@ -130,10 +131,13 @@ class Trip:
         what = f"{self._phase} {self._table.transport}, hop {max(self._hop, 0)} of {hops}"
         if self._table.transport == "gather":  # in a ring's first batch every rank has messages
             Batch(self._group, what, *self._group.first_messages(self._device)).wait()
-        with moment:
+        with moment or self._moment():
             for roles, sends, receives in batches:
                 batch = Batch(self._group, what, sends, receives)
                 self._under_way |= {(number, role): batch for role in roles}
+
+    def _moment(self) -> "Moment":
+        return Moment(self._device, self._group.overlaps)
 
     def _ends(self, step: Step) -> Iterator[_Ends]:
         for batch in self._table.batches(self._phase, step, self._rooms.size):
