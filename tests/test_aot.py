@@ -195,6 +195,8 @@ def test_kernels_of_single_queries_of_prefixes(prefixes: list[int], renormalise:
         ("infonce", [64, 256], False),
         ("clip", [96, 192, 384, 768], True),
         ("clip", [32, 64, 96, 136], True),
+        ("infonce", [96, 192, 384, 768], True),
+        ("infonce", [32, 64, 96, 136], True),
     ],
 )
 def test_kernels_of_prefixes(loss: str, prefixes: list[int], renormalise: bool, tmp_path: Path) -> None:

@@ -217,11 +217,11 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
 
 def _given_to_variant(family: Family, kernel: Kernel) -> dict[str, str]:
     """What a variant takes unlike the kernel that it replaces: features or descriptors of its own blocks, and MASKED
-    where its programs walk several row blocks at once, or look for positives."""
+    where its programs walk several row blocks at once, or look for the diagonal."""
     found = {name: _ALL.get(name, name) for name in _DESCRIBED}
     if kernel.row_blocks > 1:
         found["MASKED"] = f"m % ({kernel.row_blocks} * rows) != 0 or n % columns != 0"
-    if any(each.name == "prefix_g" for each in kernel.arguments):
+    if any(each.name == "first_positive" for each in kernel.arguments):
         found["MASKED"] += " or block.meets_diagonal()"
     for each in (argument for argument in kernel.arguments if argument.block):
         sizes = f"[{', '.join(_size(family.module, word) for word in each.block)}]"

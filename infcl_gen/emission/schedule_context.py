@@ -208,7 +208,7 @@ if part.diagonal:  # panels there are whole
 
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
-    panels, (longest, why, alone) = plan.strategy != "fused", _longest_strip(plan)
+    panels, (longest, why) = plan.strategy != "fused", _longest_strip(plan)
     combined = plan.traits.combined
     slow = "others run on kernels for old GPUs, up to 6 times as slow"
     found: list[tuple[str, Any, str, bool]] = [
@@ -250,6 +250,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     walked = [("forward", plan.forward_rows, plan.forward_keys), ("gradient", plan.panel_rows, plan.panel_keys)]
     for kernel, rows, keys in walked[: 1 + ("gradient" in plan.blocks and not plan.stash)]:
         block = plan.blocks[kernel]
+        alone = plan.hopper_stages > 0  # on an SM
         programs = profile.multiprocessors if alone else TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
         strips = most_strips(rows, keys, block)
@@ -268,14 +269,14 @@ def _of_prefixes(plan: Plan, weights: Sequence[float]) -> list[tuple[str, Any, s
     return found if plan.slabs else []
 
 
-def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
-    """Row blocks that one program walks at most (0: no limit), why, and whether it has an SM to itself."""
+def _longest_strip(plan: Plan) -> tuple[int, str]:
+    """Row blocks that one program walks at most (0: no limit), and why."""
     alone = max(family.longest_strip for family in families(plan))
     if alone:
-        return alone, "one program an SM hides no other's start", True
+        return alone, "one program an SM hides no other's start"
     if forward.keeps_keys(plan.blocks["forward"], plan):
-        return forward.KEEPING_STRIP, "a program reads its keys once", False
-    return 0, "", False
+        return forward.KEEPING_STRIP, "a program reads its keys once"
+    return 0, ""
 
 
 _WHOLE = "inner // LIBRARY_MULTIPLE * LIBRARY_MULTIPLE"

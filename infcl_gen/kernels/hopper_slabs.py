@@ -4,7 +4,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from infcl_gen.kernels import hopper
-from infcl_gen.kernels.arguments import FACTORS, RADIAL, Argument, Kernel
+from infcl_gen.kernels.arguments import FACTORS, RADIAL, Argument, Kernel, places
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family
 
@@ -34,11 +34,8 @@ class Walk(NamedTuple):
 
 
 def here(choice: Choice) -> bool:
-    """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns. Of
-    cosines positives are the diagonal, which few tiles meet."""
+    """Whether these kernels have tiles for the loss: 2 to 4 prefixes, each but the last a multiple of UNIT columns."""
     of_slabs = 2 <= len(choice.slabs) <= MOST_PREFIXES and (choice.one_exponential or not choice.both_axes)
-    if choice.traits.renormalised:
-        of_slabs = of_slabs and choice.one_exponential and choice.traits.paired
     return hopper.runs(choice) and of_slabs and not any(prefix % UNIT for prefix in choice.traits.prefixes[:-1])
 
 
@@ -80,7 +77,7 @@ def walks_of(choice: Choice) -> list[list[Walk]]:
 def values(choice: Choice) -> dict[str, Any]:
     """Names of the template: constants; how slabs lie in stages; and the parts of stages in which slabs end."""
     walks = walks_of(choice)
-    last = [of_slab[-1].end - 1 for of_slab in walks]
+    last, place = [of_slab[-1].end - 1 for of_slab in walks], "own_places" if choice.labels else "first_column"
     ends = [
         {
             "condition": f"{'elif' if number else 'if'} step == {stage}",
@@ -95,12 +92,13 @@ def values(choice: Choice) -> dict[str, Any]:
     return {
         "stage_depth": DEPTH, "stages": choice.hopper_stages, "gradient_stages": gradient_stages(choice),
         "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks, "ends": ends,
-        "first_half": {"name": "first", "start": 0, "tile": 0, "column": "key0", "positives": "first_column"},
-        "last_half": {"name": "last", "start": 64, "tile": 1, "column": "key0 + 64", "positives": "first_column - 64"},
+        "first_half": {"name": "first", "start": 0, "tile": 0, "column": "key0", "positives": place},
+        "last_half": {"name": "last", "start": 64, "tile": 1, "column": "key0 + 64", "positives": f"{place} - 64"},
         "key_out": "key_out, " * choice.both_axes,
         "of_keys": "of keys, and " * choice.both_axes,
         **_of_axes(choice.one_exponential),
         **_of_cosines(choice),
+        **_of_positives(choice.labels),
     }  # fmt: skip
 
 
@@ -114,8 +112,25 @@ def _of_axes(both: bool) -> dict[str, str]:
         "g_of_prefix": ("hopper_g_of_queries", "hopper_g_of_both"),
         "g_of_half": ("hopper_g_by_row", "hopper_g"),
         "shares_of_rows": ("hopper_shares_by_row", "hopper_shares"),
+        "next_shares": ("hopper_next_shares_by_row", "hopper_next_shares"),
+        "cosines_of_tile": ("hopper_cosines_of_queries", "hopper_cosines_of_both"),
+        "about_shares": ("a: times the factor of its row", "a, ratios: times the factors of their side"),
+        "and_ratios": ("", ", ratios"),
+        "and_ratios_of_half": ("", ", ratios.index({}).slice({}, 64)"),
     }
     return {name: texts[both] for name, texts in names.items()}
+
+
+def _of_positives(labels: bool) -> dict[str, str]:
+    """How tiles of cosines find positives: on the diagonal, which few of them meet, or by the labels of their rows."""
+    names = {
+        "of_cosines": ("hopper_of_cosines", "hopper_of_labelled_cosines"),
+        "place_of_positives": ("first_column", "places"),
+        "columns_of_positives": ("rows + first_column", "places"),
+        "or_positives": (" or positives", ""),
+        "and_labels": ("", ", labels behind the tile before"),
+    }
+    return {name: texts[labels] for name, texts in names.items()}
 
 
 def _of_cosines(choice: Choice) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def _of_cosines(choice: Choice) -> dict[str, Any]:
         "times_factors": ("", " * column_factors.index(prefix).load(LINE)"),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
-        "summed_lanes": (f"lane_sums + {_LANES}, " * choice.both_axes, f"lane_sums + folded({_LANES}), "),
+        "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),
     }
     return {name: texts[choice.traits.renormalised] for name, texts in names.items()}
 
@@ -138,7 +153,7 @@ def _of_cosines(choice: Choice) -> dict[str, Any]:
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     strides, factors = "g_stride slab_stride query_stride", ""
     if choice.traits.renormalised:
-        factors, strides = FACTORS, f"{strides} first_positive first_key {RADIAL} MASKED"
+        factors, strides = FACTORS, f"{strides} {places(choice)} {RADIAL} MASKED"
     return hopper.variants(choice, (Q, K, G), strides, factors, hopper.TILE[0] // ordinary_block(choice).rows)
 
 

@@ -34,6 +34,13 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "hopper": H200,
     "hopper_slabs": {**H200, "dim": 768, "prefixes": "96,192,384,768"},
     "hopper_slabs of cosines": {**H200, "dim": 768, "prefixes": "96,192,384,768", "renormalise": True},
+    "hopper_slabs of one side's cosines": {
+        **H200,
+        "loss": "infonce",
+        "dim": 768,
+        "prefixes": "96,192,384,768",
+        "renormalise": True,
+    },
     "prefixes of one side": {**H200, "loss": "infonce", "dim": 768, "prefixes": "96,192,384,768"},
     "fused": {**H200, "set": ["strategy=fused"]},
     "fused rows": {**H200, "loss": "infonce", "dim": 96, "set": ["strategy=fused"]},

@@ -101,7 +101,9 @@ PACKAGES += [planned("panel", "infonce_matryoshka", "bf16", 768)]
 PACKAGES += [planned("panel", f"clip_{of}prefixes_of_rows", "bf16", 48) for of in ("", "cosines_")]
 PACKAGES += [planned("panel", "infonce_matryoshka_of_rows", "bf16", 768)]
 COSINES = [planned("panel", "matryoshka_cosines", "bf16", 768), planned("panel", "uneven_cosines", "bf16", 136)]
-PACKAGES += COSINES
+COSINES += [planned("panel", "infonce_matryoshka_cosines", "bf16", 768)]
+COSINES += [planned("panel", "infonce_uneven_cosines", "bf16", 136)]
+PACKAGES += [*COSINES, planned("panel", "infonce_matryoshka_cosines_of_rows", "bf16", 768)]
 PACKAGES += [planned("rows", "cwcl", "bf16", 64), planned("panel", "cwcl", "fp32", 96)]
 
 

@@ -54,8 +54,12 @@ matryoshka = dataclasses.replace(CLIP, prefixes=(96, 192, 384, 768))
 uneven_prefixes = dataclasses.replace(CLIP, prefixes={32: 1.0, 64: 0.5, 96: 2.0, 136: 1.0})  # two end in one stage
 infonce_matryoshka = dataclasses.replace(INFONCE, prefixes=matryoshka.prefixes)
 infonce_matryoshka_of_rows = dataclasses.replace(infonce_matryoshka, reduction="none")
-matryoshka_cosines, uneven_cosines = (
-    dataclasses.replace(loss, renormalise=True) for loss in (matryoshka, uneven_prefixes)
-)
+matryoshka_cosines, uneven_cosines, infonce_matryoshka_cosines, infonce_uneven_cosines = (
+    dataclasses.replace(loss, renormalise=True)
+    for loss in (
+        matryoshka, uneven_prefixes, infonce_matryoshka, dataclasses.replace(INFONCE, prefixes=uneven_prefixes.prefixes)
+    )
+)  # fmt: skip
+infonce_matryoshka_cosines_of_rows = dataclasses.replace(infonce_matryoshka_cosines, reduction="none")
 
 globals().update({name: spec_of(one, name) for name, one in COMBINATIONS.items()})

@@ -279,8 +279,7 @@ def test_where_the_kernels_for_hopper_are() -> None:
 
 
 def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
-    """Of two to four prefixes of 2-byte features that descriptors address; all but the last are multiples of 32. Those
-    of cosines have the diagonal for positives."""
+    """Of two to four prefixes of 2-byte features that descriptors address; all but the last are multiples of 32."""
 
     def stages(
         *prefixes: int, board: str = "h200", rows: int = 65536, cosines: str = "", sides: int = 2, **given: Any
@@ -294,7 +293,7 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
         return hopper_slabs.stages(dataclasses.replace(made_for, blocks=blocks))
 
     assert stages(96, 192, 384, 768) == stages(32, 200) == stages(64, 128, dtype="fp16") == hopper_slabs.STAGES
-    assert stages(96, 768, sides=1) == hopper_slabs.STAGES and not stages(96, 768, sides=1, cosines="diagonal")
+    assert stages(96, 768, sides=1) == hopper_slabs.STAGES
     assert not stages(48, 96) and not stages(32, 64, 96, 128, 160)
     assert (
         not stages(96, 768, board="b200") and not stages(96, 768, rows=1024) and not stages(96, 768, descriptors=False)
@@ -304,7 +303,8 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
     assert held + beside <= load_profile("h200").shared_bytes_per_block
     of_cosines = stages(96, 192, 384, 768, cosines="diagonal")
     assert of_cosines == stages(32, 200, cosines="diagonal") == hopper_slabs.COSINE_STAGES
-    assert not stages(96, 768, cosines="label") and not stages(96, 768, cosines="diagonal", rows=1024)
+    assert of_cosines == stages(96, 768, sides=1, cosines="label") == stages(96, 768, sides=1, cosines="diagonal")
+    assert not stages(96, 768, cosines="diagonal", rows=1024)
     beside += 4 * 128 * hopper_slabs.MOST_PREFIXES  # factors of keys
     for prefixes in ((96, 768), (96, 192, 768), (96, 192, 384, 768)):  # g of shorter prefixes waits beside the stages
         slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))

@@ -84,7 +84,10 @@ def test_extents_that_the_matrix_library_is_slow_or_wrong_at(interpreted: Interp
     interpreted(checks.library_rests, made)
 
 
-@pytest.mark.parametrize("loss", nightly(["clip", "uneven_prefixes", "uneven_cosines"], ["clip", "uneven_cosines"]))
+ON_HOPPER = ["clip", "uneven_prefixes", "uneven_cosines", "infonce_uneven_cosines"]
+
+
+@pytest.mark.parametrize("loss", nightly(ON_HOPPER, ["clip", *ON_HOPPER[2:]]))
 def test_what_the_kernels_for_hopper_are_given(interpreted: Interpreter, loss: str) -> None:
     interpreted(checks.hopper_arguments, Made("panel", loss, dim=136, rows=8192, small=False))
 
