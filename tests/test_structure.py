@@ -101,7 +101,7 @@ def test_templates_stay_small() -> None:
     """The best measure of a generator is how little text makes all of its packages: `wc -l` over templates/.
 
     520 lines are of sums over pairs, which share opening, products and finish with softmaxes, but no sweep; 60 tell
-    apart pairs of one id; 170 are of rows of panels, whose sweep is the forward's with a reference for each query; 130
+    apart pairs of one id; 171 are of rows of panels, whose sweep is the forward's with a reference for each query; 130
     combine the sum of a query and its positive; 361 are of a triangle, whose panels, positives and sums of one side are
     its own, 40 of these where it combines a sum and its positive, 11 where sums of other ranks come home; 20 are of
     queries' own numbers; 340 count and sum any number of positives, whose forward and gradient are their own on the
@@ -117,7 +117,7 @@ def test_templates_stay_small() -> None:
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5601 and pages <= 150
+    assert sum(lines.values()) - pages <= 5602 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -189,7 +189,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 183 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 184 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -208,7 +208,7 @@ def test_the_source_stays_small() -> None:
     keys, 296 for losses of single queries, likewise, 127 of these for sums over pairs and 38 over prefixes, 27 to
     print an expression of costs, and a literal, once, 47 for printed lines of 120 columns at most,
     35 for small panels in a ring, 12 for tiles that an input has computed again, 20 for what ranks and wrong calls are
-    told, 21 for what `verify` is doing, 45 for packages without collections, 33 for a
+    told, 21 for what `verify` is doing, 45 for packages without collections, 34 for a
     forward that begins and ends with the own keys, and whose sums for others leave before its end;
     3 500 plan and run training steps, 15 of which remember costs, 10 count states and comparisons;
     1 086 are what users meet first, 11 of which keep
@@ -223,5 +223,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 24_183, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 24_184, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_086 and pages <= 850 and step <= 3_500
