@@ -190,7 +190,7 @@ BUGS = {  # the loss, and what is replaced in its schedule by what
 }
 BUGS_OVER_RANKS = {  # what is replaced where, and by which transport
     "a gather sends no statistics again": (
-        "_runtime/table.py", ' or x.forward == "absent" or x.renewed', ' or x.forward == "absent"', "gather",
+        "_runtime/table.py", ' if x.forward == "absent" or x.renewed', ' if x.forward == "absent"', "gather",
     ),
     "a ring changes others' statistics": (
         "_runtime/engine.py", "finished = panel_columns(saved.of_keys", "panel_columns(saved.of_keys", "ring"
