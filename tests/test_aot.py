@@ -197,10 +197,13 @@ def test_kernels_of_single_queries_of_prefixes(prefixes: list[int], renormalise:
         ("clip", [32, 64, 96, 136], True),
         ("infonce", [96, 192, 384, 768], True),
         ("infonce", [32, 64, 96, 136], True),
+        ("infonce on the diagonal", [96, 192, 384, 768], True),
     ],
 )
 def test_kernels_of_prefixes(loss: str, prefixes: list[int], renormalise: bool, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"loss": loss, "dim": prefixes[-1], "prefixes": prefixes, "device_profile": "h200"}
+    form = BUILTIN_LOSSES[loss.split()[0]]
+    form = dataclasses.replace(form, positives="diagonal") if "diagonal" in loss else form
+    how: dict[str, Any] = {"loss": form, "dim": prefixes[-1], "prefixes": prefixes, "device_profile": "h200"}
     how["renormalise"] = renormalise
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", **how)
     kernels = ("references", "forward", "forward_wide", "positives", "gradient", "gradient_positives", "product")

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "69aa47bc45f0a891eed2a1c4c1a09e902a968dd0f76d2d1814eedc8ff6e0995a",
+    "digest": "8320e0bf4814148fa1ad0a9d1ffe846e4eab7c504272bf5d450b8955aabf55cc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "77b36c7f2a5efb1af9b2efb943b960b027da6b5f1696f60704d334ac99bc0473",
+    "digest": "eb73ad06274befe6dab4fafd835b6da8edc5ce2747cda7ff4dd9cb5d11d61eb0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

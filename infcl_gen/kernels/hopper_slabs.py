@@ -127,7 +127,7 @@ def _of_positives(labels: bool) -> dict[str, str]:
         "of_cosines": ("hopper_of_cosines", "hopper_of_labelled_cosines"),
         "place_of_positives": ("first_column", "places"),
         "columns_of_positives": ("rows + first_column", "places"),
-        "or_positives": (" or positives", ""),
+        "or_where_positives": (" or positives", ""),
         "and_labels": ("", ", labels behind the tile before"),
     }
     return {name: texts[labels] for name, texts in names.items()}

@@ -167,6 +167,13 @@ class CostModel:
         first_s = math.fsum(time_s for part, time_s in parts if part == "first")
         return hops_s, first_s / self.panels(phase, sizes)
 
+    def left_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
+        """Seconds of the products behind which late sums go home: of the last row of panels that for the own keys, and
+        dq."""
+        of = {phase.name: phase.time_s for phase in times}
+        own_s = of.get("dk product", 0.0) / self.table.world_size
+        return (own_s + of.get("dq product", 0.0)) / -(-self.rows // sizes.panel_rows)
+
     def panels(self, phase: str, sizes: Sizes) -> int:
         """Number of panels of a hop in "forward" or "backward"."""
         if phase == "backward" and self.choice.strategy == "fused":
@@ -221,16 +228,17 @@ class CostModel:
         return {"triton": peak.value * 1e12 * by_triton * reached, "product": peak.value * 1e12 * product * reached}
 
     @functools.cached_property
-    def _sent(self) -> dict[str, list[tuple[int, float, float, float, int]]]:
-        """By phase, of each kind of step: how many there are, the part of a rank's work that it has, seconds of all
-        messages, seconds until the sums arrive that this work adds to, and bytes. Empty on one device."""
+    def _sent(self) -> dict[str, list[tuple[int, float, bool, float, float, int]]]:
+        """By phase, of each kind of step: how many there are, the part of a rank's work that it has, whether messages
+        are late in it, their seconds, seconds until the sums arrive that this work adds to, and bytes. Empty on one
+        device."""
         table, cluster = self.table, self.cluster
         node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
         links = {
             "device": (cluster.link_gbs.value, cluster.latency_us.value),
             "node": (node_gbs, cluster.node_latency_us.value),  # all devices of a node send at once
         }
-        found: dict[str, list[tuple[int, float, float, float, int]]] = {}
+        found: dict[str, list[tuple[int, float, bool, float, float, int]]] = {}
         for phase in ("forward", "backward") if table.world_size > 1 else ():
             found[phase] = []
             for step, count in kinds(table, phase).items():
@@ -247,7 +255,7 @@ class CostModel:
                         total += size
                         if role == "summed" and step.sums_from == 0 and table.adds(step):  # its work waits for them
                             sums_s = elapsed_s
-                found[phase].append((count, table.work(step), elapsed_s, sums_s, total))
+                found[phase].append((count, table.work(step), step.late, elapsed_s, sums_s, total))
         return found
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
@@ -289,11 +297,13 @@ class CostModel:
         Work waits for messages that take longer than it does, and for sums that take longer than the work before it
         adds to them (a panel's forward product; in backward its gradient and dq). A step without work waits for all.
         """
+        left_s = self.left_s(kernels, sizes)
         for phase, steps in self._sent.items():
             hops_s, first_s = self.work_s(phase, kernels, sizes)
             exposed_s, sent = 0.0, 0
-            for times, part, all_s, sums_s, size in steps:
-                waited_s = max(0.0, sums_s - part * first_s, all_s - part * hops_s) if part else all_s
+            for times, part, late, all_s, sums_s, size in steps:
+                beside_s = left_s if late else part * hops_s
+                waited_s = max(0.0, sums_s - part * first_s, all_s - beside_s) if part else all_s
                 exposed_s += times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
                 sent += times * size
             yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, sent)
@@ -319,7 +329,7 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
         waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
         owner = step.owner and (ACROSS["device"] if table.triangle and table.adds(step) else HERE)
         kind = Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])
-        counts[kind._replace(halved=step.halved, half=step.half)] += 1
+        counts[kind._replace(halved=step.halved, part=step.part, late=step.late)] += 1
     return counts
 
 

@@ -130,7 +130,7 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
         return outer, Reason(1, f"gather among {world} devices: all {compared} at once", why)
     why = f"{choice}{compared} travel beside the work, {model.keys} at a time"
     why += ("" if own == compared else ", and sums after it") + f": {hidden}"
-    return outer, Reason(1, f"ring of {inside} devices, {model.table.hops('forward')} hops in all", why)
+    return outer, Reason(1, f"ring of {inside} devices, {model.table.visits('forward')} hops in all", why)
 
 
 def _strategy_why(

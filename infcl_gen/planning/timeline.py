@@ -79,6 +79,7 @@ class Work(NamedTuple):
 
     first_s: float  # kernels of all hops before these add to travelling sums
     rest_s: float  # their other kernels
+    left_s: float  # after late messages have started
     last_s: float  # after the last hop, before the sums are home
     home_s: float  # after the sums are home
     launches: float  # of all hops
@@ -106,7 +107,8 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     found = {}
     for phase in ("forward", "backward"):
         hops_s, first_s = model.work_s(phase, plan.phases, plan)
-        found[phase] = Work(first_s, max(0.0, hops_s - first_s), 0.0, 0.0, model.launches(phase, plan))
+        left_s, launches = model.left_s(plan.phases, plan), model.launches(phase, plan)
+        found[phase] = Work(first_s, max(0.0, hops_s - first_s), left_s, 0.0, 0.0, launches)
     times = {phase.name: phase.time_s for phase in plan.phases}
     # Queries are finished before the sums of keys are home, keys after.
     queries_s, keys_s = (
@@ -171,9 +173,12 @@ class _Step:
         arrived: dict[tuple[int, str], Streams] = {}  # by step and role, the ends of the messages
         for number, step in enumerate(self._table.steps(phase)):
             before, part = list(self._kernels), self._table.work(step)
+            first_s, rest_s = part * work.first_s, part * work.rest_s
+            if step.late:
+                first_s, rest_s = first_s + rest_s - work.left_s, work.left_s
             if step.owner is not None:
                 keys = arrived.get((step.unchanged_from, "unchanged"), self._nothing)
-                self._part(phase, hop, part * FIRST_LAUNCHES, part * work.first_s, keys)
+                self._part(phase, hop, part * FIRST_LAUNCHES, first_s, keys)
             for batch in self._table.batches(phase, step, self._model.sent_bytes):
                 if phase == "backward" and not arrived:
                     self._agree(phase)
@@ -184,7 +189,7 @@ class _Step:
             if not self._table.adds(step):
                 home, sums = sums, self._nothing
             if step.owner is not None:
-                self._part(phase, hop, part * (1 - FIRST_LAUNCHES), part * work.rest_s, sums)
+                self._part(phase, hop, part * (1 - FIRST_LAUNCHES), rest_s, sums)
                 hop += 1
         self._enqueue(self._kernels, "compute", f"{phase}, end", work.last_s)
         self._enqueue(self._kernels, "compute", f"{phase}, home", work.home_s, home)

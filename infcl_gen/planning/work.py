@@ -301,6 +301,8 @@ def _products(v: Choice, phase: str) -> list[TimeTerm]:
 def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
     """Three products in forward, and in backward a multiplication of what it kept."""
     forward, pairs, panels = "forward", m * n * W, ceil_div(m, R) * ceil_div(n, C) * W
+    if v.world_size > 1 and v.of_keys and not v.rows:  # the own keys come with one half of the queries, then the other
+        panels += (2 * ceil_div(m, 2 * R) - ceil_div(m, R)) * ceil_div(n, C)
     kept, finished = s if v.dtype != "bf16" else e, _finished(v)
     finish = finished * D * (2 * s + kept) + (m if v.of_queries else n) * D * e
     end = (

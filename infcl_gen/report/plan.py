@@ -114,7 +114,7 @@ def _batch(plan: Plan) -> Figure:
     if plan.world_size > 1:
         names = plan.traits.sides
         words += f" A device has {own} {names[0]} and meets {visiting} {names[1]} at a hop;"
-        words += f" there are {plan.schedule.hops('forward')} hops."
+        words += f" there are {plan.schedule.visits('forward')} hops."
     key = [("soft", "whole matrix"), ("t0 faint", "one device"), ("t0", "one hop")]
     key = key if plan.world_size > 1 else [("t0", "the one device")]
     return Figure("Level 1: the device's share", words, rows * scale + 2, marks, key)
@@ -275,13 +275,13 @@ def _step(plan: Plan, step: Timeline) -> Section:
         f"One rank, simulated behind other work: {time_text(step.step_s)}, forward {time_text(step.forward_s)} of it."
         f" Efficiency {step.efficiency:.3f} against the same work without communication; bound by {step.bound}."
     ]
-    figures = []
+    figures, hops, back = [], *map(plan.schedule.hops, ("forward", "backward"))
     if len(step.intervals) <= MOST_EVENTS:
         words = "Each bar is an event: kernels, messages over links, and the host's work that the lead does not hide."
         figures.append(_lanes("The whole step", words, step, used, 0.0, step.step_s))
     else:
-        notes.append(f"The step has {len(step.intervals)} events; only the turn is drawn.")
-    if (hops := plan.schedule.hops("forward")) > 2 * NEAR_HOPS:
+        notes.append(f"The step has {len(step.intervals)} events; {'only the turn is' if back else 'none are'} drawn.")
+    if hops > 2 * NEAR_HOPS and back:
         last, first = f"forward, hop {hops - NEAR_HOPS}", f"backward, hop {NEAR_HOPS - 1}"
         kernels = [each for each in step.intervals if each.resource == "compute"]
         begin = min(each.start_s for each in kernels if each.name == last)

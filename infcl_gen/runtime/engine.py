@@ -251,7 +251,8 @@ def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> Sa
 
 
 def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
-    """Rows of panels over the keys of all ranks, of which work has the sums for dk of each; they go home after it."""
+    """Rows of panels over the keys of all ranks, of which work has the sums for dk of each. Those for others
+    go home beside the last products."""
     package, layout, saved, q = sweep.package, sweep.layout, sweep.saved, sweep.call.q
     table, schedule, (dq, dk) = _table(package, layout, weighting.gradients), package.schedule, weighting.kept(saved)
     tensors, sums, of_keys = _tensors(sweep, table), dict[int, Tensor | None](), weighting.products.of_keys
@@ -273,8 +274,9 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
         of_ranks = [of_ranks[rank] for rank in sums if of_keys and layout.keys[rank]]  # the own ones last
         for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
             part = block.panel(start, count, 0, keys)
-            ends = start + count == q.shape[0] and layout.keys[layout.rank]
-            arrive = trip.arrive if ends else None
+            # Without own keys the last of `of_ranks` is another rank's: its sums leave behind all work.
+            last = start + count == q.shape[0] and layout.keys[layout.rank] > 0
+            arrive = trip.arrive if last else None
             schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0, arrive=arrive)
         del scratch  # its memory is for the results
     if dk is not None:

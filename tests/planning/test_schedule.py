@@ -77,22 +77,24 @@ def test_a_forward_with_gradients_sends_beside_work(way: tuple[str, int, int]) -
     table = Table(*way, False, travelling("siglip"))
     walked, steps = walk(table)["forward"], table.steps("forward")
     world, works = table.world_size, [step for step in steps if step.owner is not None]
-    assert (works[0].owner, works[0].half) == (works[-1].owner, works[-1].half - 1) == (HERE, 1)
-    assert walked.owners[0] == HERE and not any(step.half for step in works[1:-1])
+    assert (works[0].owner, works[0].part) == (works[-1].owner, works[-1].part - 1) == (HERE, 1)
+    assert walked.owners[0] == HERE and not any(step.part for step in works[1:-1])
     assert walked.transfers == (world - 1 + world if way[0] == "ring" else 2 * (world - 1))
     assert all(step.owner is not None for step in steps if step.sends)
     assert sum(map(table.work, steps)) == pytest.approx(1)
     with pytest.raises(VerificationError, match="contributions"):
-        walk(table, {"forward": [step._replace(owner=None) if step.half == 2 else step for step in steps]})
+        walk(table, {"forward": [step._replace(owner=None) if step.part == 2 else step for step in steps]})
 
 
-@given(st.integers(0, 400))
+@given(st.integers(0, 1500))
 def test_halves_of_the_queries_are_all_of_them(rows: int) -> None:
-    """They meet at a multiple of 8 rows, and the first is empty for no queries alone: its work begins the sums."""
-    first, second = (Step(HERE, half=half).share(1, 1, rows, 7) for half in (1, 2))
+    """They meet at a multiple of 16 rows, of 128 if there are 256: an even number of tiles is halved. The first is
+    empty for no queries alone: its work begins the sums."""
+    first, second = (Step(HERE, part=part).share(1, 1, rows, 7) for part in (1, 2))
     assert (first.row, first.rows, second.rows) == (0, second.row, rows - first.rows)
     assert first.keys == second.keys == 7 and first.key == second.key == 0
-    assert first.rows == rows or (first.rows % 8 == 0 and 0 <= first.rows - second.rows < 16)
+    each = 128 if rows >= 256 else 16
+    assert first.rows == rows < 2 * each or (first.rows % each == 0 and 0 <= first.rows - second.rows < 2 * each)
     assert bool(first.rows) == bool(rows)
 
 

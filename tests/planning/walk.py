@@ -67,7 +67,7 @@ class _Rank:
             if item.forward != "summed" or item.renewed:
                 self._held[item.name, OWN, None] = _Content(HERE)
         self._where, self._owners, self._sent, self._halved = f"before {phase}", list[Move](), 0, set[Move]()
-        self._halves = 2 if any(step.half for step in table.steps(phase)) else 1  # of own queries with own keys
+        self._halves = 2 if any(step.part for step in table.steps(phase)) else 1  # of own queries with own keys
         # By step and role: target and what arrives there, and the places that are busy till then.
         self._coming: dict[tuple[int, str], list[tuple[_Spot, _Content]]] = {}
         self._received: dict[tuple[int, str], list[_Spot]] = {}
@@ -85,7 +85,7 @@ class _Rank:
         for sent in step.sends:
             self._send(number, sent)
         if step.owner is not None:
-            if step.half != 2:
+            if step.part != 2:
                 self._owners.append(self._at(step.owner))
             self._halved |= {self._at(step.owner)} if step.halved else set()
             for item in table.named("unchanged", phase):
@@ -218,7 +218,7 @@ class _Rank:
         """This rank's contribution."""
         assert step.owner is not None
         owner, spot = self._at(step.owner), self._spot(name, step.sums, step.owner)
-        me = self._at((-owner[0], -owner[1])), step.half
+        me = self._at((-owner[0], -owner[1])), step.part
         if step.fresh:
             self._write(spot, _Content(owner, {me}))
             return

@@ -408,7 +408,7 @@ def test_parcels_visit_everybody_and_sums_come_home(
     place.run(job)
 
 
-SHARDS = [((3, 2), (4, 1)), ((5, 0, 2), (1, 3, 0)), ((0, 4, 1, 2), (3, 0, 2, 2))]
+SHARDS = [((3, 2), (4, 1)), ((25, 0, 20), (1, 3, 0)), ((0, 4, 31, 2), (3, 0, 2, 2))]  # from 17 rows on of two halves
 
 
 @pytest.mark.parametrize(("rows", "keys"), SHARDS)

@@ -42,9 +42,9 @@ class Trip:
     """One phase of the table on this rank. Iterating yields the owners of visiting keys; the loop's body works on them.
 
     The work reads unchanged tensors as `trip[name]` and, after `arrive()`, adds to summed tensors. `arrive` starts the
-    step's messages, behind the work of earlier steps only, or if they are late behind the work so far as well; on a CPU
-    others start before the work. After the loop `home(name)` holds the sums of all ranks for this rank's keys; of a
-    triangle `others(name)` those of other ranks.
+    step's messages, behind the work of earlier steps only. Late ones start behind the work so far, too. On a CPU all
+    but late ones start before the work. After the loop `home(name)` holds the sums of all ranks for this rank's keys;
+    of a triangle `others(name)` those of other ranks.
 
     `agree` is called once, before anything is sent. A failed transfer raises RuntimeError with phase, hop and peers.
     """

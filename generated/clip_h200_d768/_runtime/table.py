@@ -15,8 +15,8 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
               others go home beside what is left then.
     none      One device.
 
-A forward that has the sums for dk works on the own keys twice: with half of its queries while the first keys come, and
-with the others while sums go home.
+A forward that has the sums for dk, and is not `whole`, works on the own keys twice: with half of its queries while the
+first keys come, and with the others while sums go home.
 
 Of a `triangle` queries are keys of each other, and one of two ranks computes their pairs: a rank meets the keys of
 those up to half way back, and has sums for each but itself. What has come home for its own keys belongs to its queries.
@@ -45,6 +45,8 @@ ALL = "all"  # the owner's part of a tensor of all ranks' keys
 RECEIVED = "received"  # one buffer per sender
 
 SHARE_ROWS = 8  # shares of a block begin at multiples of it: of the library's inner extents, and of 16 bytes
+# The first half of the queries ends at a multiple: of what kernels are compiled apart for, and if it can of a tile.
+HALF_ROWS = (16, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Step(NamedTuple):
     sums_from: int = -1  # the same for the summed tensors
     copies: tuple[Copy, ...] = ()  # made on each rank before the transfers
     halved: bool = False  # the owner meets this rank's keys, too: of their pairs each computes its share
-    half: int = 0  # 1 and 2: the work is that of the first queries, and of the others; 0: of all
+    part: int = 0  # of this rank's queries the first half works (1), the others (2), or all (0)
     late: bool = False  # `sends` start behind a part of this step's work, too
 
     def share(self, rank: int, owner: int, rows: int, keys: int) -> Share:
@@ -115,9 +117,10 @@ class Step(NamedTuple):
         Where both meet each other, the lower rank has the first half of its rows, and the other one all of its rows
         with the second half of the lower's.
         """
-        if self.half:  # few rows are all of the first half: its work begins the sums
-            first = min(rows, -(-rows // (2 * SHARE_ROWS)) * SHARE_ROWS)
-            return Share(0, first, 0, keys) if self.half == 1 else Share(first, rows - first, 0, keys)
+        if self.part:  # few rows are all of the first half: its work begins the sums
+            each = HALF_ROWS[rows >= 2 * HALF_ROWS[1]]
+            first = min(rows, -(-rows // (2 * each)) * each)
+            return Share(0, first, 0, keys) if self.part == 1 else Share(first, rows - first, 0, keys)
         if not self.halved:
             return Share(0, rows, 0, keys)
         split = rows if rank < owner else keys
@@ -209,6 +212,10 @@ class Table:
         """How many steps have work."""
         return sum(step.owner is not None for step in self.steps(phase))
 
+    def visits(self, phase: str) -> int:
+        """How many ranks' keys a rank works on."""
+        return sum(step.owner is not None and step.part < 2 for step in self.steps(phase))
+
     def adds(self, step: Step) -> bool:
         """Whether a step's work adds to summed tensors: a triangle's own rows have theirs with the queries."""
         return step.owner is not None and not (self.triangle and step.owner == HERE)
@@ -217,7 +224,9 @@ class Table:
         """The part of a rank's pairs that a step computes."""
         if step.owner is None:
             return 0.0
-        if step.half:
+        if self.whole:
+            return float(step.late)  # once all keys are there
+        if step.part:
             return 0.5 / self.world_size
         return (2 if self.adds(step) and self.triangle and not step.halved else 1) / self.world_size
 
@@ -298,11 +307,11 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
             sends += tuple(Transfer(name, owner, moves[hop], place(hop), place(hop + 1)) for name in names)
         copies = () if hop else tuple(Copy(name, OWN, place(0)) for name in names)
         sums_from = hop if hop > first and sums else -1
-        halved, half = _is_halved(table, owner), int(table.begins_and_ends_here and not hop)
-        steps.append(Step(owner, place(hop), hop % 2, hop == first, sends, hop - 1, sums_from, copies, halved, half))
+        halved, part = _is_halved(table, owner), int(table.begins_and_ends_here and not hop)
+        steps.append(Step(owner, place(hop), hop % 2, hop == first, sends, hop - 1, sums_from, copies, halved, part))
     home = (last + 1) % 2
     if table.begins_and_ends_here:
-        steps.append(Step(HERE, OWN, home, False, follow(last), -1, last + 1, half=2))
+        steps.append(Step(HERE, OWN, home, False, follow(last), -1, last + 1, part=2))
     elif sums:
         read = [item.name for item in table.named("unchanged", "backward") if table.keeps]
         finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)
@@ -355,10 +364,10 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
         steps = [Step(None, ALL, ALL, False, sends, copies=copies), *_of_others(table)]
         ends = Step(HERE, ALL, ALL, True, home, late=True, unchanged_from=0)
         return (*steps, ends, *[Step(None, sums_from=len(steps))] * bool(home))
-    steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, half=int(table.begins_and_ends_here))]
+    steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, part=int(table.begins_and_ends_here))]
     steps += _of_others(table)
     if table.begins_and_ends_here:
-        steps += [Step(HERE, ALL, ALL, False, home, half=2), Step(None, sums_from=len(steps))]
+        steps += [Step(HERE, ALL, ALL, False, home, part=2), Step(None, sums_from=len(steps))]
     elif home:
         steps.append(Step(None, OWN, OWN, False, home, -1, len(steps)))
     return tuple(steps)
