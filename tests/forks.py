@@ -168,6 +168,7 @@ def do(job: dict[str, Any], handles: list[int]) -> None:
     """Never returns."""
     if "words" in job:
         run(job, handles)
+    code = 1
     try:
         if "serves" in job:
             assert not sys.modules.keys() & {"triton", "infcl_gen.runtime.launch"}, "they have read it"
@@ -176,10 +177,11 @@ def do(job: dict[str, Any], handles: list[int]) -> None:
         else:
             os.environ.update(job["environment"])
             forkserver.main(*handles, [])
+        code = 0
     except Exception:
         traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def run(job: dict[str, Any], streams: list[int]) -> None:

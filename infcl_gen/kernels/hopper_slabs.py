@@ -1,6 +1,7 @@
 """forward_hopper, gradient_hopper of losses over prefixes: what `forward` and `gradient` compute, for Hopper GPUs."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from infcl_gen.kernels import hopper
@@ -118,7 +119,7 @@ def _of_axes(both: bool) -> dict[str, str]:
         "and_ratios": ("", ", ratios"),
         "and_ratios_of_half": ("", ", ratios.index({}).slice({}, 64)"),
     }
-    return {name: texts[both] for name, texts in names.items()}
+    return _chosen(names, both)
 
 
 def _of_positives(labels: bool) -> dict[str, str]:
@@ -130,10 +131,10 @@ def _of_positives(labels: bool) -> dict[str, str]:
         "or_where_positives": (" or positives", ""),
         "and_labels": ("", ", labels behind the tile before"),
     }
-    return {name: texts[labels] for name, texts in names.items()}
+    return _chosen(names, labels)
 
 
-def _of_cosines(choice: Choice) -> dict[str, Any]:
+def _of_cosines(choice: Choice) -> dict[str, str]:
     """How kernels of cosines differ. Strips are of smaller blocks. Factors need registers: a thread has few sums of
     columns."""
     names = {
@@ -147,7 +148,11 @@ def _of_cosines(choice: Choice) -> dict[str, Any]:
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
         "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),
     }
-    return {name: texts[choice.traits.renormalised] for name, texts in names.items()}
+    return _chosen(names, choice.traits.renormalised)
+
+
+def _chosen(names: Mapping[str, tuple[str, ...]], second: bool) -> dict[str, str]:
+    return {name: texts[second] for name, texts in names.items()}
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
