@@ -34,19 +34,16 @@ BOARDS = {
     "gfx950": "mi355x",
 }
 # Bytes a thread that a version of Triton spills in the forward kernels of these dimensions, by (major.minor, target,
-# dimension). What it compiles otherwise, and what other versions compile, has no spills. The gradient of cosines on
-# Hopper keeps there what it needs behind its loop.
-KNOWN_SPILLS = {
-    ("3.6", "sm_90", 40): 16,
-    ("3.6", "sm_90", 72): 16,
-    ("3.6", "sm_90", 128): 16,
-    ("3.7", "sm_90", 136): 32,
-}
+# dimension). What it compiles otherwise, and what other versions compile, has no spills.
+KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
+SPILLS_OF_COSINES = 8  # of their gradient on Hopper: a number that it reads once a prefix
 
 
 def allowed_spill(kernel: str, target: str, dim: int, version: str) -> int:
+    if kernel == "gradient_hopper":
+        return SPILLS_OF_COSINES
     known = KNOWN_SPILLS.get((version.rpartition(".")[0], target, dim), 0)
-    return known if kernel in ("forward", "forward_wide", "gradient_hopper") else 0
+    return known if kernel in ("forward", "forward_wide") else 0
 
 
 def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "8320e0bf4814148fa1ad0a9d1ffe846e4eab7c504272bf5d450b8955aabf55cc",
+    "digest": "6eff63cc27307fcc04dca106e3860cd89f2f680c158429790336e16c0cc233f1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

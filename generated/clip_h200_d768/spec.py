@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "eb73ad06274befe6dab4fafd835b6da8edc5ce2747cda7ff4dd9cb5d11d61eb0",
+    "digest": "1b4e5353b203c0b06f58829c329e9f739c4601b3f7bb03cfcd14b0b6b74e3dff",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

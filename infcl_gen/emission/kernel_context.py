@@ -10,7 +10,7 @@ from sympy import Expr
 
 from infcl_gen.emission.render import ABSENT
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels import forward, fused, pairs
+from infcl_gen.kernels import forward, fused, hopper_slabs, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, Sides, formulas_of, left_out, others_left_out, triton_code
@@ -306,6 +306,7 @@ def _slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         "masked_e": _MASKED_E if renormalised else ABSENT,
         "always_cleared": f"g_{{0}} = {_INSIDE.format('g_{0}')}",
         "slabs": slabs,
+        "share_of_prefix": hopper_slabs.by_prefix([slab["query_share"] for slab in slabs], in_a_term=True),
         "longest_first": slabs[::-1],
         "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_sides" if apart else "slab_g_of_queries",
         "visiting_keys_of_slabs": "visiting_keys = tl.minimum(columns, keys - 1)" if apart else ABSENT,

@@ -1,7 +1,7 @@
 """forward_hopper, gradient_hopper of losses over prefixes: what `forward` and `gradient` compute, for Hopper GPUs."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infcl_gen.kernels import hopper
@@ -75,10 +75,19 @@ def walks_of(choice: Choice) -> list[list[Walk]]:
     return found
 
 
+def by_prefix(values: Sequence[Any], in_a_term: bool = False) -> str:
+    """The one of these values that belongs to the kernel's `prefix`."""
+    text = f"{values[-1]}"
+    for number in range(len(values) - 2, -1, -1):
+        if values[number:] != [values[-1]] * (len(values) - number):
+            text = f"{values[number]} if prefix == {number} else {text}"
+    return f"({text})" if in_a_term and " " in text else text
+
+
 def values(choice: Choice) -> dict[str, Any]:
     """Names of the template: constants; how slabs lie in stages; and the parts of stages in which slabs end."""
     walks = walks_of(choice)
-    last, place = [of_slab[-1].end - 1 for of_slab in walks], "own_places" if choice.labels else "first_column"
+    last = [of_slab[-1].end - 1 for of_slab in walks]
     ends = [
         {
             "condition": f"{'elif' if number else 'if'} step == {stage}",
@@ -93,14 +102,33 @@ def values(choice: Choice) -> dict[str, Any]:
     return {
         "stage_depth": DEPTH, "stages": choice.hopper_stages, "gradient_stages": gradient_stages(choice),
         "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks, "ends": ends,
-        "first_half": {"name": "first", "start": 0, "tile": 0, "column": "key0", "positives": place},
-        "last_half": {"name": "last", "start": 64, "tile": 1, "column": "key0 + 64", "positives": f"{place} - 64"},
+        "first_half": {"name": "first", "tile": 0},
+        "last_half": {"name": "last", "tile": 1},
         "key_out": "key_out, " * choice.both_axes,
         "of_keys": "of keys, and " * choice.both_axes,
+        **_of_prefixes(walks),
         **_of_axes(choice.one_exponential),
         **_of_cosines(choice),
         **_of_positives(choice.labels),
     }  # fmt: skip
+
+
+def _of_prefixes(walks: list[list[Walk]]) -> dict[str, str]:
+    """How loops over prefixes find their stages: whole ones, and slabs that begin or end within one."""
+    before = [of_slab[0].start == UNIT for of_slab in walks]
+    behind = [of_slab[-1].stop == UNIT for of_slab in walks]
+    first = [of_slab[0].first + begins for of_slab, begins in zip(walks, before, strict=True)]
+    stop = [of_slab[-1].end - ends for of_slab, ends in zip(walks, behind, strict=True)]
+    return {
+        "first_stages": by_prefix(first),
+        "stop_stages": by_prefix(stop),
+        "half_before": _any_of(before),
+        "half_behind": _any_of(behind),
+    }
+
+
+def _any_of(prefixes: list[bool]) -> str:
+    return " or ".join(f"prefix == {number}" for number, has_it in enumerate(prefixes) if has_it)
 
 
 def _of_axes(both: bool) -> dict[str, str]:
@@ -117,7 +145,7 @@ def _of_axes(both: bool) -> dict[str, str]:
         "cosines_of_tile": ("hopper_cosines_of_queries", "hopper_cosines_of_both"),
         "about_shares": ("a: times the factor of its row", "a, ratios: times the factors of their side"),
         "and_ratios": ("", ", ratios"),
-        "and_ratios_of_half": ("", ", ratios.index({}).slice({}, 64)"),
+        "and_ratios_of_half": ("", ", ratios.index(2 * prefix + half)"),
     }
     return _chosen(names, both)
 
@@ -127,6 +155,7 @@ def _of_positives(labels: bool) -> dict[str, str]:
     names = {
         "of_cosines": ("hopper_of_cosines", "hopper_of_labelled_cosines"),
         "place_of_positives": ("first_column", "places"),
+        "place": ("first_column", "own_places"),
         "columns_of_positives": ("rows + first_column", "places"),
         "or_where_positives": (" or positives", ""),
         "and_labels": ("", ", labels behind the tile before"),
@@ -143,7 +172,7 @@ def _of_cosines(choice: Choice) -> dict[str, str]:
         "first_keys": ("columns, queries, keys", "columns, queries, keys - key0"),
         "last_keys": ("columns + 64, queries, keys", "columns, queries, keys - key0 - 64"),
         "and_masked": ("", ", MASKED"),
-        "times_factors": ("", " * column_factors.index(prefix).load(LINE)"),
+        "times_factors": ("", " * column_factors.index(half).load(LINE)"),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
         "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),

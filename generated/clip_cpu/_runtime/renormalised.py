@@ -86,7 +86,7 @@ class Renormalised:
 
     def _of_slabs(self, factors: Tensor, sums: Tensor) -> Tensor:
         """The multiple of its own row that each slab of columns loses, (slabs, rows); all longer prefixes have it."""
-        largest = factors.new_tensor(SMALLEST_NORM).reciprocal_()
+        largest = factors.new_full((), SMALLEST_NORM).reciprocal_()  # `new_tensor` waits for the device
         found = (sums * factors).mul_(factors).masked_fill_(factors == largest, 0.0)
         for longer, shorter in zip(reversed(found[1:].unbind()), reversed(found[:-1].unbind()), strict=True):
             shorter.add_(longer)
