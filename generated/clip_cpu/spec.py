@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6eff63cc27307fcc04dca106e3860cd89f2f680c158429790336e16c0cc233f1",
+    "digest": "2e8f5e65373b77e721982c5f6d9116feff99245716ed3cee06938f12695521b3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1b4e5353b203c0b06f58829c329e9f739c4601b3f7bb03cfcd14b0b6b74e3dff",
+    "digest": "8c640f7181f3f282efb2add519df4d1430acd7fe9171756abf47bb509969b1cf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,6 +5,7 @@ import functools
 import importlib
 import operator
 import os
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -135,6 +136,14 @@ class Launch(NamedTuple):
     given: dict[str, Any]
 
 
+class _Thread(threading.local):
+    """The devices whose context this thread has had."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
 _kernels: dict[int, _Kernel] = {}  # by id: hashing a kernel takes long
 _noted: ContextVar[list[Launch] | None] = ContextVar("infcl_launches", default=None)
 
@@ -176,6 +185,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         options = [name for name in given if name not in arguments]
         known = _kernels.setdefault(id(kernel), _Kernel(kernel, arguments, options, {}, knobs.runtime))
     device = torch._C._cuda_getDevice()
+    if device not in _thread.devices:
+        # Triton makes tensor maps in a thread's context. A thread of autograd has none before it calls CUDA's runtime.
+        torch.cuda.Event().record()
+        _thread.devices.add(device)
     traits = [device, *map(given.__getitem__, known.options)]
     passed = []  # addresses of tensors: for a tensor the launcher asks again, and checks with the driver
     for x in map(given.__getitem__, known.arguments):

@@ -9,7 +9,7 @@ import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,7 +58,19 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7 + device, raising=False)
     monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_thread", launch._Thread())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Event.recorded.clear()
     yield
+
+
+class Event:
+    """One of CUDA's, which a thread that records it has a context for."""
+
+    recorded: ClassVar[list[int]] = []  # by which thread
+
+    def record(self) -> None:
+        self.recorded.append(threading.get_ident())
 
 
 OPTIONS = {"WIDEN": False, "MASKED": True, "num_warps": 4}
@@ -78,6 +90,23 @@ def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
     start = ((5, 1, 1), 7, "function", "metadata", None, None, None)
     wanted = (*start[0], *start[1:], x.data_ptr(), k.data_ptr(), 48, *constants)
     assert compiled.runs == [wanted] * 2
+
+
+def test_a_thread_has_a_context_before_its_first_launch_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the backward of `distill` began with a tensor map, in a thread of autograd without a context."""
+    kernel, x = Kernel(), torch.zeros(64)
+
+    def twice() -> None:
+        for _ in range(2):
+            begin(kernel, x, x, 48)
+
+    twice()
+    other = threading.Thread(target=twice)
+    other.start()
+    other.join()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    twice()
+    assert Event.recorded == [(own := threading.get_ident()), other.ident, own]
 
 
 def test_arguments_by_name_may_come_in_any_order() -> None:
