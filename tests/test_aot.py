@@ -34,25 +34,27 @@ BOARDS = {
     "gfx950": "mi355x",
 }
 # Bytes a thread that a version of Triton spills in the forward kernels of these dimensions, by (major.minor, target,
-# dimension). What it compiles otherwise, and what other versions compile, has no spills.
+# dimension). What it compiles otherwise, and what other versions compile, has no spills, but for the gradient of
+# cosines on Hopper: a number that it reads once a prefix.
 KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
-SPILLS_OF_COSINES = 8  # of their gradient on Hopper: a number that it reads once a prefix
+SPILLED_BY_COSINES = 8
 
 
-def allowed_spill(kernel: str, target: str, dim: int, version: str) -> int:
+def allowed_spill(kernel: str, target: str, dim: int, version: str, cosines: bool = False) -> int:
     if kernel == "gradient_hopper":
-        return SPILLS_OF_COSINES
+        return SPILLED_BY_COSINES * cosines
     known = KNOWN_SPILLS.get((version.rpartition(".")[0], target, dim), 0)
     return known if kernel in ("forward", "forward_wide") else 0
 
 
 def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str) -> None:
-    dim, version = read_package(package).spec["problem"]["dim"], importlib.metadata.version("triton")
-    assert {row["kernel"] for row in rows} == set(kernels or read_package(package).spec["launches"])
+    spec, version = read_package(package).spec, importlib.metadata.version("triton")
+    dim, cosines = spec["problem"]["dim"], spec["loss"]["traits"].get("renormalised", False)
+    assert {row["kernel"] for row in rows} == set(kernels or spec["launches"])
     assert {row["kernel"] for row in rows if row["ragged"]}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
-        assert row["spill_bytes"] <= allowed_spill(row["kernel"], target, dim, version), row
+        assert row["spill_bytes"] <= allowed_spill(row["kernel"], target, dim, version, cosines), row
         assert not row["faults"], row
         assert 0 < row["registers"] <= (512 if target.startswith("gfx") else 255), row
 
@@ -226,6 +228,7 @@ def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
         ("forward_wide", "sm_90", 256, "3.6.0", 0),
         ("forward_wide", "sm_100", 128, "3.6.0", 0),
         ("gradient", "sm_90", 128, "3.6.0", 0),
+        ("gradient_hopper", "sm_90", 128, "3.6.0", 0),
     ],
 )
 def test_a_spill_is_known_of_one_version_only(kernel: str, target: str, dim: int, version: str, spill: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2e8f5e65373b77e721982c5f6d9116feff99245716ed3cee06938f12695521b3",
+    "digest": "41fd8fdd0b503fbdfe74f7f154c08e53512e8897468bf660299815adf1a0e2a9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8c640f7181f3f282efb2add519df4d1430acd7fe9171756abf47bb509969b1cf",
+    "digest": "d258d86ebd9afbff85a293f6f79d4b2589e4826fd18b17345f18574921deaaa1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -1,7 +1,7 @@
 """forward_hopper, gradient_hopper of losses over prefixes: what `forward` and `gradient` compute, for Hopper GPUs."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from infcl_gen.kernels import hopper
@@ -75,12 +75,12 @@ def walks_of(choice: Choice) -> list[list[Walk]]:
     return found
 
 
-def by_prefix(values: Sequence[Any], in_a_term: bool = False) -> str:
-    """The one of these values that belongs to the kernel's `prefix`."""
-    text = f"{values[-1]}"
-    for number in range(len(values) - 2, -1, -1):
-        if values[number:] != [values[-1]] * (len(values) - number):
-            text = f"{values[number]} if prefix == {number} else {text}"
+def code_by_prefix(numbers: list[Any], in_a_term: bool = False) -> str:
+    """A Python expression for the number of the kernel's `prefix`. in_a_term: in parentheses, where it needs them."""
+    text = f"{numbers[-1]}"
+    for prefix in range(len(numbers) - 2, -1, -1):
+        if numbers[prefix:] != [numbers[-1]] * (len(numbers) - prefix):
+            text = f"{numbers[prefix]} if prefix == {prefix} else {text}"
     return f"({text})" if in_a_term and " " in text else text
 
 
@@ -120,8 +120,8 @@ def _of_prefixes(walks: list[list[Walk]]) -> dict[str, str]:
     first = [of_slab[0].first + begins for of_slab, begins in zip(walks, before, strict=True)]
     stop = [of_slab[-1].end - ends for of_slab, ends in zip(walks, behind, strict=True)]
     return {
-        "first_stages": by_prefix(first),
-        "stop_stages": by_prefix(stop),
+        "first_stages": code_by_prefix(first),
+        "stop_stages": code_by_prefix(stop),
         "half_before": _any_of(before),
         "half_behind": _any_of(behind),
     }
@@ -155,7 +155,7 @@ def _of_positives(labels: bool) -> dict[str, str]:
     names = {
         "of_cosines": ("hopper_of_cosines", "hopper_of_labelled_cosines"),
         "place_of_positives": ("first_column", "places"),
-        "place": ("first_column", "own_places"),
+        "place_in_tile": ("first_column", "own_places"),
         "columns_of_positives": ("rows + first_column", "places"),
         "or_where_positives": (" or positives", ""),
         "and_labels": ("", ", labels behind the tile before"),
@@ -172,7 +172,7 @@ def _of_cosines(choice: Choice) -> dict[str, str]:
         "first_keys": ("columns, queries, keys", "columns, queries, keys - key0"),
         "last_keys": ("columns + 64, queries, keys", "columns, queries, keys - key0 - 64"),
         "and_masked": ("", ", MASKED"),
-        "times_factors": ("", " * column_factors.index(half).load(LINE)"),
+        "times_factors": ("", " * column_factors.index(row).load(LINE)"),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
         "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),

@@ -137,7 +137,7 @@ class Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The devices whose context this thread has had."""
+    """Devices on which this thread has a context."""
 
     def __init__(self) -> None:
         self.devices: set[int] = set()

@@ -60,6 +60,7 @@ matryoshka_cosines, uneven_cosines, infonce_matryoshka_cosines, infonce_uneven_c
         matryoshka, uneven_prefixes, infonce_matryoshka, dataclasses.replace(INFONCE, prefixes=uneven_prefixes.prefixes)
     )
 )  # fmt: skip
+two_cosines = dataclasses.replace(CLIP, prefixes={96: 2.0, 768: 1.0}, renormalise=True)
 infonce_matryoshka_cosines_of_rows = dataclasses.replace(infonce_matryoshka_cosines, reduction="none")
 
 globals().update({name: spec_of(one, name) for name, one in COMBINATIONS.items()})

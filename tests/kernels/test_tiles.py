@@ -331,5 +331,30 @@ def test_slabs_in_stages() -> None:
         assert [walks[-1].ending for walks in hopper_slabs.walks_of(made_for)] == list(range(len(slabs)))
 
 
+def test_loops_over_prefixes_walk_the_same_stages() -> None:
+    """What `longer` prints: each prefix's whole stages, between a half that it shares with the prefix before and one
+    that it shares with the next."""
+    for prefixes in ((96, 192, 384, 768), (32, 64, 96, 136), (32, 64, 200), (32, 200), (128, 160, 168), (96, 768)):
+        slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
+        made_for = dataclasses.replace(special("panel", prefixes[-1]), traits=Traits(slabs=slabs, renormalised=True))
+        printed = hopper_slabs.values(dataclasses.replace(made_for, hopper_stages=hopper_slabs.COSINE_STAGES))
+        for prefix, walks in enumerate(hopper_slabs.walks_of(made_for)):
+            first, stop, before, behind = (
+                eval(printed[name] or "False", {"prefix": prefix})
+                for name in ("first_stages", "stop_stages", "half_before", "half_behind")
+            )
+            found = [hopper_slabs.Walk(first - 1, first, 32, 64)] * before
+            found += [hopper_slabs.Walk(first, stop, 0, 64)] * (first < stop)
+            found += [hopper_slabs.Walk(stop, stop + 1, 0, 32)] * behind
+            assert found == [walk._replace(ending=None) for walk in walks]
+
+
+@pytest.mark.parametrize("values", [[1, 1, 1], [0, 1, 1], [1, 0], [3, 3, 2], [2, 3, 2], [0.5, 0.25, 0.125, 1.0]])
+def test_a_number_by_prefix(values: list[float]) -> None:
+    texts = hopper_slabs.code_by_prefix(values), f"2 * {hopper_slabs.code_by_prefix(values, in_a_term=True)}"
+    for factor, text in enumerate(texts, 1):
+        assert [eval(text, {"prefix": prefix}) for prefix in range(len(values))] == [factor * x for x in values]
+
+
 def test_padded_dim() -> None:
     assert [padded_dim(dim) for dim in (1, 16, 17, 96, 128, 129, 768)] == [16, 16, 32, 128, 128, 256, 1024]

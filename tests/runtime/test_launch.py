@@ -45,6 +45,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_start(**given: Any) -> Compiled:
+            assert threading.get_ident() in Event.recorded, "a thread without a context"
             self.given.append(tuple(given[name] for name in self.arg_names[:3]))
             self.compiled.append(Compiled())
             return self.compiled[-1]
@@ -104,9 +105,11 @@ def test_a_thread_has_a_context_before_its_first_launch_on_a_device(monkeypatch:
     other = threading.Thread(target=twice)
     other.start()
     other.join()
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    twice()
+    for device in (1, 0):
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda device=device: device)
+        twice()
     assert Event.recorded == [(own := threading.get_ident()), other.ident, own]
+    assert len(kernel.compiled) == 2 and sum(len(each.runs) for each in kernel.compiled) == 6
 
 
 def test_arguments_by_name_may_come_in_any_order() -> None:
