@@ -126,12 +126,16 @@ class PoolServer(forkserver.ForkServer):
 def fork(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
     """For `processes._start` of a process that is itself forked, and has computed nothing with torch."""
     job = {"words": words, "environment": environment, "folder": os.getcwd()}
-    (read, requests), (answers, write) = os.pipe(), os.pipe()
+    (read, requests), (answers, write), (begun, begins) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
+        os.setsid()  # before others hear of it, who may end the process group
+        os.write(begins, b"!")
         run(job, [read, write, log.fileno()])
-    for handle in (read, write):
+    for handle in (read, write, begins):
         os.close(handle)
+    os.read(begun, 1)
+    os.close(begun)
     return Forked(pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
 
 
@@ -152,12 +156,14 @@ def serve(handle: int, names: Sequence[str]) -> None:
             read, write = os.pipe()
             parent = os.fork()
             if not parent:
-                child = os.fork()
-                if child:
-                    os.write(write, str(child).encode())
+                if os.fork():
                     os._exit(0)
+                job = json.loads(message)
+                if "words" in job:
+                    os.setsid()  # as in `fork`
+                os.write(write, str(os.getpid()).encode())
                 requests.close()
-                do(json.loads(message), handles)
+                do(job, handles)
             os.waitpid(parent, 0)
             requests.send(os.read(read, 64))
             for each in (read, write, *handles):
@@ -188,7 +194,6 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
     """Never returns."""
     code = 1
     try:
-        os.setsid()
         os.chdir(job["folder"])
         os.environ.clear()
         os.environ.update(job["environment"])
