@@ -49,7 +49,8 @@ for an absolute error of v of one query's weight, not of u.
 Plain torch's error is credited only up to an eighth of the quantity's own magnitude. At scale 1000 plain bf16 is all
 error, and twice that would let even zeros pass.
 
-NaN and infinity must be where the oracle has them, and nowhere else. A loss so large that the terms of LARGEST_BATCH
+NaN and infinity must be where the oracle has them, and nowhere else. An element that leaves the range of its dtype may
+be either. A loss so large that the terms of LARGEST_BATCH
 queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong.
 """
 
@@ -206,11 +207,13 @@ def failures(rows: list[GateRow]) -> str:
 def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
     if value is None or reference is None:
         return GateRow(name, False, 0.0, f"{name}: there is one where there should be none, or the reverse")
+    largest = torch.finfo(value.dtype).max
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
-    finite = reference.isfinite()
-    same = torch.where(reference.isnan(), value.isnan(), value == reference)
+    beyond = reference.isfinite() & (reference.abs() > largest) & ~value.isfinite()
+    finite = reference.isfinite() & ~beyond
+    same = beyond | torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
         wrong = int((~same & ~finite).sum() + (~value[finite].isfinite()).sum())
         detail = f"{name}: {wrong} of {value.numel()} elements are NaN or infinite and must not be, or the reverse"

@@ -49,7 +49,13 @@ def conversions() -> None:
     whole = convert(halves, tl.bfloat16, tl.float32, None)
     expected = torch.from_numpy(halves).view(torch.bfloat16).float()
     assert torch.equal(torch.from_numpy(whole).view(torch.float32).nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert (convert((whole + 3).view(np.float32), tl.float32, tl.bfloat16, None) == halves).all()
+    # Each number and its neighbours, ties among them, round as torch's; NaN stays NaN.
+    for bits in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        numbers = (whole + np.uint32(bits)).view(np.float32)
+        found = torch.from_numpy(convert(numbers, tl.float32, tl.bfloat16, None)).view(torch.bfloat16)
+        expected = torch.from_numpy(numbers).bfloat16()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def recordings() -> None:

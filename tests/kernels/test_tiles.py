@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infcl_gen.errors import InputError
@@ -118,6 +118,7 @@ def test_fused_needs_a_small_embedding() -> None:
 
 
 @examples(ci=8, long=500)
+@example("h100", {"shared_bytes_per_block": 65536, "max_warps_per_block": 8, "registers_per_thread": 128}, 769, "bf16")
 @given(
     st.sampled_from(GPUS),
     st.builds(

@@ -277,6 +277,26 @@ def test_infinity_must_be_the_oracles_own() -> None:
         assert bool(failures(gate(found, truth))) == fails, value
 
 
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 1e5), (torch.float32, 1e39), (torch.bfloat16, 1e241)])
+def test_an_element_may_leave_the_range_of_its_dtype(dtype: torch.dtype, large: float) -> None:
+    """There, and nowhere else, it is infinite or NaN. Planted: it had to be finite, where fp64 is."""
+    right = LossAndGrads(*[torch.tensor([1.0, large], dtype=torch.float64)] * 5)
+    right = right._replace(loss=torch.tensor([1.0, 1.0], dtype=torch.float64))
+    truth = Truth(right, right, LossAndGrads(*[torch.zeros(2)] * 5), right)
+    near = torch.finfo(dtype).max
+    for first, last, fails in (
+        (1.0, math.inf, False),
+        (1.0, math.nan, False),
+        (math.inf, math.inf, True),
+        (1.0, 3.0, True),
+    ):
+        found = right._replace(dq=torch.tensor([first, last], dtype=dtype))
+        assert bool(failures(gate(found, truth))) == fails, (first, last)
+    within = right._replace(dq=torch.tensor([1.0, near], dtype=torch.float64))
+    inside = Truth(within, within, truth.bound, within)
+    assert failures(gate(within._replace(dq=torch.tensor([1.0, math.inf], dtype=dtype)), inside))
+
+
 def test_a_wrong_shape_fails() -> None:
     inputs = example("fp32")
     right = by_shares(PACKAGES["clip"], *inputs)
