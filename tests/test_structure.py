@@ -220,7 +220,8 @@ def test_the_source_stays_small() -> None:
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
     keys, 296 for losses of single queries, likewise, 127 of these for sums over pairs and 38 over prefixes, 27 to
     print an expression of costs, and a literal, once, 47 for printed lines of 120 columns at most,
-    35 for small panels in a ring, 12 for tiles that an input has computed again, 6 for numbers beyond a range and for tiles of a stash, 20 for what ranks and wrong calls are
+    35 for small panels in a ring, 12 for tiles that an input has computed again, 6 for
+    numbers beyond a range and for tiles of a stash, 20 for what ranks and wrong calls are
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
     3 500 plan and run training steps, 15 of which remember costs, 10 count states and comparisons;
