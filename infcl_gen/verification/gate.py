@@ -49,8 +49,8 @@ for an absolute error of v of one query's weight, not of u.
 Plain torch's error is credited only up to an eighth of the quantity's own magnitude. At scale 1000 plain bf16 is all
 error, and twice that would let even zeros pass.
 
-NaN and infinity must be where the oracle has them, and nowhere else. An element that leaves the range of its dtype may
-be either. A loss so large that the terms of LARGEST_BATCH
+NaN and infinity must be where the oracle has them, and nowhere else. A row with elements that leave the range of their
+dtype, or whose sums over LARGEST_BATCH queries may, can have either. A loss so large that the terms of LARGEST_BATCH
 queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong.
 """
 
@@ -92,6 +92,7 @@ from infcl_gen.verification.oracle import (
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
 PLAIN_CREDIT = 1 / 8
+NEAR = 8  # roundings between numbers whose own roundings may go with similarities
 MEAN_ROUNDINGS = 4  # of the mean of features, of its share, and of what it is added to
 LARGEST_BATCH = 2**20
 LARGEST_LOSS = 1e150  # whose square fp64 holds
@@ -207,11 +208,13 @@ def failures(rows: list[GateRow]) -> str:
 def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
     if value is None or reference is None:
         return GateRow(name, False, 0.0, f"{name}: there is one where there should be none, or the reverse")
-    largest = torch.finfo(value.dtype).max
+    wide = torch.promote_types(value.dtype, torch.float32)
+    largest = min(torch.finfo(value.dtype).max, torch.finfo(wide).max / LARGEST_BATCH)
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
-    beyond = reference.isfinite() & (reference.abs() > largest) & ~value.isfinite()
+    row = reference.abs().amax(-1, keepdim=True) if reference.dim() else reference.abs()
+    beyond = reference.isfinite() & (row > largest) & ~value.isfinite()
     finite = reference.isfinite() & ~beyond
     same = beyond | torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
@@ -303,8 +306,11 @@ def _error_bound(
     spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
     alike = (smooth * z).sum().abs() + product[positives].sum().abs()
     rounding = product.abs().sum().minimum(alike + spread)
-    if cut and (traits.several or (traits.weighted and by_rows)):
-        # Of numbers around a power of 2 only those below it are cut, and these have one sign.
+    size, logits = smooth.abs(), x[x.isfinite()]
+    near = size.max() - size.min() <= NEAR * u * size.max() or logits.max() - logits.min() <= NEAR * u
+    if near or (cut and (traits.several or (traits.weighted and by_rows))):
+        # Numbers within few roundings of each other round by the side of a tie, which goes with z. Of numbers around a
+        # power of 2 only those below it are cut, and these have one sign.
         rounding = product.abs().sum()
     dscale = factor * ((dof_z * z.abs() + accumulation * of_z.abs() * z_sum).sum() + rounded * rounding)
     if traits.sums_slopes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+import infcl_gen
 from infcl_gen.losses import CLIP, INFONCE, LossSpec
 from infcl_gen.losses.language import bias, logsumexp_over_keys, mean_over_queries, positive, scale, tanh, z
 from infcl_gen.verification.gate import Truth, failures, gate, truth_of
@@ -23,6 +24,7 @@ from infcl_gen.verification.properties import (
     Case,
     Inputs,
     check_case,
+    inputs_of,
     random_cases,
     tensors,
 )
@@ -277,24 +279,31 @@ def test_infinity_must_be_the_oracles_own() -> None:
         assert bool(failures(gate(found, truth))) == fails, value
 
 
+def test_roundings_that_go_with_similarities_are_allowed() -> None:
+    """Slopes of all pairs lie within a rounding of a tie, at 0.9707, and similarities decide which way each goes."""
+    package = infcl_gen.load(loss="siglip", batch_size=129, dim=3, dtype="bf16", target="cpu")
+    inputs = inputs_of(package, Case(129, 129, 3, "bf16", 1000.0, bias=3.5, features="tiny", seed=0))
+    truth = truth_of(package, inputs)
+    z = inputs.q.double() @ inputs.others.double().T
+    slopes = torch.sigmoid(1000.0 * z + 3.5).bfloat16().double() - torch.eye(129, dtype=torch.float64)
+    dscale = (slopes * z).sum() / 129
+    assert abs(dscale / truth.reference.dscale - 1) > 1
+    assert not failures(gate(truth.reference._replace(dscale=dscale), truth))
+    assert failures(gate(truth.reference._replace(dscale=5 * dscale), truth))
+
+
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 1e5), (torch.float32, 1e39), (torch.bfloat16, 1e241)])
 def test_an_element_may_leave_the_range_of_its_dtype(dtype: torch.dtype, large: float) -> None:
-    """There, and nowhere else, it is infinite or NaN. Planted: it had to be finite, where fp64 is."""
-    right = LossAndGrads(*[torch.tensor([1.0, large], dtype=torch.float64)] * 5)
-    right = right._replace(loss=torch.tensor([1.0, 1.0], dtype=torch.float64))
-    truth = Truth(right, right, LossAndGrads(*[torch.zeros(2)] * 5), right)
-    near = torch.finfo(dtype).max
-    for first, last, fails in (
-        (1.0, math.inf, False),
-        (1.0, math.nan, False),
-        (math.inf, math.inf, True),
-        (1.0, 3.0, True),
-    ):
-        found = right._replace(dq=torch.tensor([first, last], dtype=dtype))
-        assert bool(failures(gate(found, truth))) == fails, (first, last)
-    within = right._replace(dq=torch.tensor([1.0, near], dtype=torch.float64))
-    inside = Truth(within, within, truth.bound, within)
-    assert failures(gate(within._replace(dq=torch.tensor([1.0, math.inf], dtype=dtype)), inside))
+    """Its row, and no other, may be infinite or NaN. Planted: it had to be finite, where fp64 is."""
+    right = LossAndGrads(torch.ones(2).double(), *[torch.tensor([[1.0, large], [1.0, 2.0]], dtype=torch.float64)] * 4)
+    zeros = LossAndGrads(torch.zeros(2), *[torch.zeros(2, 2)] * 4)
+    truth = Truth(right, right, zeros, right)
+    for values, fails in (
+        ([[1.0, math.inf], [1.0, 2.0]], False), ([[math.nan, math.nan], [1.0, 2.0]], False),
+        ([[1.0, math.inf], [1.0, math.inf]], True), ([[1.0, 3.0], [1.0, 2.0]], True),
+    ):  # fmt: skip
+        found = right._replace(dq=torch.tensor(values, dtype=dtype))
+        assert bool(failures(gate(found, truth))) == fails, values
 
 
 def test_a_wrong_shape_fails() -> None:
