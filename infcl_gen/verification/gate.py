@@ -307,7 +307,7 @@ def _error_bound(
     alike = (smooth * z).sum().abs() + product[positives].sum().abs()
     rounding = product.abs().sum().minimum(alike + spread)
     size, logits = smooth.abs(), x[x.isfinite()]
-    near = size.max() - size.min() <= NEAR * u * size.max() or logits.max() - logits.min() <= NEAR * u
+    near = bool(size.max() - size.min() <= NEAR * u * size.max() or logits.max() - logits.min() <= NEAR * u)
     if near or (cut and (traits.several or (traits.weighted and by_rows))):
         # Numbers within few roundings of each other round by the side of a tie, which goes with z. Of numbers around a
         # power of 2 only those below it are cut, and these have one sign.
@@ -318,8 +318,8 @@ def _error_bound(
     dscale += errors.of_scale
     sums = [of_logit * part for part in (of_z, smooth, torch.where(positives, of_z, 0.0), dof_z)]
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
-    dq = _sum_bound(sums, k, accumulation, rounded)
-    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded)
+    dq = _sum_bound(sums, k, accumulation, rounded, near)
+    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded, near)
     dbias = (bias_slope * (dg + accumulation * g.abs())).sum() + errors.of_bias
     unit = 2 * u if pairs or by_rows else u
     bound = LossAndGrads(
@@ -718,17 +718,17 @@ def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistic
     return _Errors(g, mathematics.pair_slope(x), (dterms + statistics.smallest_normal).sum() + sums, dg)
 
 
-def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float) -> Tensor:
+def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float, near: bool) -> Tensor:
     """The error of g @ other, where g is wrong by dg and rounded to `unit`. `sums`: g, probability, positive, dg.
 
     Roundings of different elements are independent, so they add up as a root of squares. Equal rows of `other`, and
     nearly equal elements (probabilities at a small scale, positives), round alike: they add a factor of their sum.
-    The rounding never exceeds the sum of all.
+    The rounding never exceeds the sum of all. That it may be where all elements are `near` each other.
     """
     g, probability, positive, dg = sums
     size = g.abs() @ other.abs()
     spread = (g.square() @ other.square()).sqrt() * math.sqrt(_most_alike(other))
-    rounding = size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)
+    rounding = size if near else size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)
     return dg @ other.abs() + accumulation * size + unit * rounding
 
 
