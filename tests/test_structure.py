@@ -202,7 +202,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 272 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 278 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -220,7 +220,7 @@ def test_the_source_stays_small() -> None:
     386 for the sums of columns in a query's term, 196 of these by ids, from the formula to the gate, 91 for weights of
     keys, 296 for losses of single queries, likewise, 127 of these for sums over pairs and 38 over prefixes, 27 to
     print an expression of costs, and a literal, once, 47 for printed lines of 120 columns at most,
-    35 for small panels in a ring, 12 for tiles that an input has computed again, 12 for
+    35 for small panels in a ring, 12 for tiles that an input has computed again, 18 for
     numbers beyond a range, roundings of one sign and tiles of a stash, 20 for what ranks and wrong calls are
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
@@ -237,5 +237,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 24_272, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 24_278, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_086 and pages <= 850 and step <= 3_500

@@ -95,7 +95,7 @@ def default_blocks(
         if choice.keeps_tiles and tile.name == "gradient":  # the forward's tiles, which a small board may have shrunk
             block = dataclasses.replace(block, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
         blocks[tile.name] = tile.shrunk(block, choice, profile)
-    if choice.keeps_tiles:  # nor may the gradient's, shrunk further, differ from them
+    if choice.keeps_tiles:  # the gradient's may have been shrunk further
         smaller = {"rows": blocks["gradient"].rows, "keys": blocks["gradient"].keys}
         blocks["forward"] = dataclasses.replace(blocks["forward"], **smaller)
     return blocks

@@ -213,8 +213,10 @@ def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tenso
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
-    row = reference.abs().amax(-1, keepdim=True) if reference.dim() else reference.abs()
-    beyond = reference.isfinite() & (row > largest) & ~value.isfinite()
+    size_of_row = torch.where(reference.isfinite(), reference.abs(), 0.0)
+    if reference.dim():
+        size_of_row = size_of_row.amax(-1, keepdim=True)
+    beyond = reference.isfinite() & (size_of_row > largest) & ~value.isfinite()
     finite = reference.isfinite() & ~beyond
     same = beyond | torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
@@ -306,8 +308,7 @@ def _error_bound(
     spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
     alike = (smooth * z).sum().abs() + product[positives].sum().abs()
     rounding = product.abs().sum().minimum(alike + spread)
-    size, logits = smooth.abs(), x[x.isfinite()]
-    near = bool(size.max() - size.min() <= NEAR * u * size.max() or logits.max() - logits.min() <= NEAR * u)
+    near = _near(smooth.abs(), NEAR * u) or _near((x - x.max()).exp(), NEAR * u)
     if near or (cut and (traits.several or (traits.weighted and by_rows))):
         # Numbers within few roundings of each other round by the side of a tie, which goes with z. Of numbers around a
         # power of 2 only those below it are cut, and these have one sign.
@@ -730,6 +731,11 @@ def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit:
     spread = (g.square() @ other.square()).sqrt() * math.sqrt(_most_alike(other))
     rounding = size if near else size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)
     return dg @ other.abs() + accumulation * size + unit * rounding
+
+
+def _near(sizes: Tensor, relative: float) -> bool:
+    """Whether sizes differ by no more than that part of the largest one. NaN is near nothing."""
+    return bool(sizes.min() >= (1 - relative) * sizes.max())
 
 
 def _most_alike(rows: Tensor) -> int:

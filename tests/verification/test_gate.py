@@ -271,12 +271,13 @@ def test_nan_must_come_out_where_it_went_in() -> None:
 
 
 def test_infinity_must_be_the_oracles_own() -> None:
-    """Planted: anything passes where the oracle is infinite."""
+    """Planted: anything passes where the oracle is infinite; or beside it."""
     right = LossAndGrads(*[torch.tensor([1.0, math.inf], dtype=torch.float64)] * 5)
     truth = Truth(right, right, LossAndGrads(*[torch.zeros(2)] * 5), right)
     for value, fails in ((math.inf, False), (-math.inf, True), (3.0, True), (math.nan, True)):
         found = right._replace(dq=torch.tensor([1.0, value]))
         assert bool(failures(gate(found, truth))) == fails, value
+    assert failures(gate(right._replace(dq=torch.tensor([math.nan, math.inf])), truth))
 
 
 def test_roundings_that_go_with_similarities_are_allowed() -> None:
@@ -300,7 +301,8 @@ def test_an_element_may_leave_the_range_of_its_dtype(dtype: torch.dtype, large: 
     truth = Truth(right, right, zeros, right)
     for values, fails in (
         ([[1.0, math.inf], [1.0, 2.0]], False), ([[math.nan, math.nan], [1.0, 2.0]], False),
-        ([[1.0, math.inf], [1.0, math.inf]], True), ([[1.0, 3.0], [1.0, 2.0]], True),
+        ([[1.0, math.inf], [1.0, math.inf]], True), ([[1.0, math.inf], [math.nan, 2.0]], True),
+        ([[1.0, 3.0], [1.0, 2.0]], True),
     ):  # fmt: skip
         found = right._replace(dq=torch.tensor(values, dtype=dtype))
         assert bool(failures(gate(found, truth))) == fails, values
