@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "d7a39beb1bb1cc646af7d44d8ab029d56ba4da4dacf68ff680be6781ee605b6b",
+    "digest": "12bf70fee0f1b302adbff1ef68c784a9168f9a02bfe7afa0b79818bf9963007b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

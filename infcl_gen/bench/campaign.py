@@ -12,6 +12,7 @@
     against = "open_clip"                 peers, as for --against
     scale = [14.3, 100.0]
     features = "fp32"                     as for --features
+    gradients = false                     the loss alone, without a backward
 
 A later table replaces an earlier one at the same point. A point is skipped if the output has its rows, among them rows
 of all peers that are wanted and installed.
@@ -63,6 +64,7 @@ class Place:
     against: tuple[str, ...]
     scale: float
     features: str | None
+    gradients: bool
 
     @property
     def problem(self) -> Problem:
@@ -75,7 +77,8 @@ class Place:
         precision = row_precision(problem.precision, problem.dtype, self.features)
         loss = loss_of(problem)
         sizes = (problem.batch_size, problem.total_keys, problem.dim, problem.dtype, precision, problem.devices)
-        return (problem.loss_name, *sizes, self.scale, problem.frozen, prefixes_text(loss.prefixes, loss.renormalise))
+        named = (problem.frozen, prefixes_text(loss.prefixes, loss.renormalise), self.gradients)
+        return (problem.loss_name, *sizes, self.scale, *named)
 
     def packages(self, folder: Path) -> list[Path]:
         """A package for each distinct plan, in a folder named by strategy and problem."""
@@ -119,6 +122,9 @@ def _places(table: Mapping[str, Any]) -> list[Place]:
     lists = {name: value if isinstance(value, list) else [value] for name, value in table.items()}
     against, scales = lists.pop("against", ["none"]), lists.pop("scale", [14.3])
     features, budgets = lists.pop("features", [None]), lists.pop("memory_budget", ["auto"])
+    gradients = lists.pop("gradients", [True])
+    if wrong := [value for value in gradients if not isinstance(value, bool)]:
+        raise InputError(f"gradients: expected true or false, got {show(wrong[0])}")
     settings, found = lists.pop("set", [{}]), []
     for values in itertools.product(*lists.values()):
         flags = dict(zip(lists, values, strict=True))
@@ -128,7 +134,7 @@ def _places(table: Mapping[str, Any]) -> list[Place]:
             names = [f"{name}={value}" for name, value in problem.settings.pairs]
             problems["_".join(names if budget == "auto" else [str(budget), *names])] = problem
         peers = tuple(peer.name for peer in chosen_peers(against, problem.devices))
-        found += [Place(problems, peers, *both) for both in itertools.product(scales, features)]
+        found += [Place(problems, peers, *each) for each in itertools.product(scales, features, gradients)]
     return found
 
 
@@ -153,7 +159,7 @@ def run_campaign(campaign: Campaign, command: str, progress: Progress = lambda *
                 left += 1
                 continue
             progress(" ".join(map(str, place.identity)), index, len(campaign.places))
-            contest.scale, contest.feature_dtype = place.scale, place.features
+            contest.scale, contest.feature_dtype, contest.gradients = place.scale, place.features, place.gradients
             with tempfile.TemporaryDirectory(prefix="infcl-gen-campaign-") as folder:
                 fresh, defects = measure(place, Path(folder), contest)
             absent |= contest.absent

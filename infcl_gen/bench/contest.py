@@ -40,7 +40,7 @@ class Limits:
 class Contest(contextlib.ExitStack):
     """Measures points, on one device in one worker for as long as it lives. Leaving the context ends the worker.
 
-    `absent` maps peers that could not take part to the reason. `feature_dtype` as for `point_of`.
+    `absent` maps peers that could not take part to the reason. `feature_dtype` and `gradients` as for `point_of`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Contest(contextlib.ExitStack):
     ) -> None:
         super().__init__()
         self.scale, self.limits, self.feature_dtype = scale, limits or Limits(), feature_dtype
+        self.gradients = True
         self.absent: dict[str, str] = {}
         self._peers = peers
         self._worker: Worker | None = None
@@ -66,7 +67,8 @@ class Contest(contextlib.ExitStack):
         present = [name for name, why in wanted.items() if why is None]
         errors = (batch or spec["problem"]["batch_size"]) <= limits.errors_up_to
         features = self.feature_dtype if ranks == 1 else None  # rings take features of the packages' dtype
-        return point_of(read, batch, present, self.scale, limits.rounds, limits.seconds, errors, features, ranks)
+        timed = self.scale, limits.rounds, limits.seconds
+        return point_of(read, batch, present, *timed, errors, features, ranks, self.gradients)
 
     def rows(self, point: Point) -> Rows:
         """One row per contestant, packages first. Raises ToolchainError if the worker cannot start or lacks the

@@ -8,7 +8,7 @@ import gc
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from infcl_gen.bench.peers import PEERS
 from infcl_gen.bench.point import Inputs, Point, Step, bare_products, own_keywords, step_of, training_step
-from infcl_gen.bench.results import FROZEN_RESULTS, RESULTS, Row, planned_figures
+from infcl_gen.bench.results import RESULTS, Row, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
 from infcl_gen.errors import ToolchainError
@@ -68,7 +68,9 @@ def measure_point(point: Point) -> Events:
     for name in point.packages:
         if name in rows:
             spec = import_package(Path(name), edited=True).SPEC
-            steps[f"{name} products"] = bare_products(spec["plan"], q, k, spec["loss"]["traits"]["known"])
+            steps[f"{name} products"] = bare_products(
+                spec["plan"], q, k, spec["loss"]["traits"]["known"], point.gradients
+            )
     yield from _in_turns(point, steps, rows, inputs)
 
 
@@ -79,9 +81,9 @@ def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, Row]:
         assert prepare is not None
         return step_of(prepare(inputs), *inputs.leaves, point.autocast), {}
     module = import_package(Path(name), edited=True)
-    as_planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast
+    as_planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast and point.gradients
     planned = planned_figures(module.SPEC, times=as_planned)
-    if point.autocast:  # the plan has no room for narrow copies and fp32 gradients
+    if point.autocast or not point.gradients:  # plans have room for gradients, in the features' dtype only
         planned["predicted_peak_bytes"] = None
     return training_step(module, *inputs.leaves, point.autocast, inputs.bias), planned
 
@@ -94,16 +96,15 @@ def first_runs(
     _release(inputs)  # freeing old gradients during the run would hide as many bytes of the new ones
     with PeakMeter(inputs.q.device) as meter:
         result = step()
-    return meter.peak_bytes, *judged(result, exact, inputs.frozen, inputs.k is None)
+    return meter.peak_bytes, *judged(result, inputs.wanted, exact)
 
 
 def judged(
-    result: Sequence[Any], exact: Mapping[str, Any] | None = None, frozen: str = "none", one_sided: bool = False
+    result: Sequence[Any], wanted: Collection[str], exact: Mapping[str, Any] | None = None
 ) -> tuple[Errors | None, str | None]:
     """Errors relative to `exact` fp64 results, if given; and the defect of a result that should not be timed."""
     got = {name: value for name, value in zip(RESULTS, result, strict=True) if value is not None}
-    excused = {"dscale", FROZEN_RESULTS.get(frozen), *["dk"] * one_sided}
-    if absent := [name for name in RESULTS if name not in got and name not in excused]:
+    if absent := [name for name in RESULTS if name in wanted and name not in got]:
         return None, f"no result: {', '.join(absent)}"
     errors: Errors = dict.fromkeys(RESULTS)
     if exact is not None:

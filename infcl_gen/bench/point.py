@@ -31,7 +31,7 @@ PRIOR = -10.0  # the bias that SigLIP begins with
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What all contestants compute with; q, k, scale and bias require gradients, but for a frozen side."""
+    """What all contestants compute with; q, k, scale and bias require the gradients that are measured."""
 
     q: Any  # (M, D)
     k: Any  # (N, D); None for a loss of one side
@@ -42,14 +42,14 @@ class Inputs:
     bias: Any = None  # 0-dim, of a sum over pairs: PRIOR; None for other losses, which it does not change
 
     @property
-    def frozen(self) -> str:
-        """The side that requires no gradient, or "none"."""
-        frozen = [side for side, x in (("query", self.q), ("key", self.k)) if x is not None and not x.requires_grad]
-        return frozen[0] if frozen else "none"
-
-    @property
     def leaves(self) -> tuple[Any, Any, Any]:
         return self.q, self.k, self.scale
+
+    @property
+    def wanted(self) -> set[str]:
+        """Which of RESULTS a step must have. Not every contestant has dscale."""
+        sides = (("dq", self.q), ("dk", self.k))
+        return {"loss"} | {name for name, x in sides if x is not None and x.requires_grad}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Point:
     ranks: int = 1
     frozen: str = "none"  # the side that requires no gradient
     prefixes: str = ""  # of the features, as `prefixes_text` has them, where the loss is added up over some
+    gradients: bool = True  # else the loss alone is measured
     one_sided: bool = False  # rows are compared with each other
 
     @property
@@ -118,10 +119,10 @@ class Point:
         if self.feature_dtype == ROUNDED:
             q, k = (x.detach().float().requires_grad_() for x in (q, k))
         for side, x in (("query", q), ("key", k)):
-            x.requires_grad_(side != self.frozen)
+            x.requires_grad_(self.gradients and side != self.frozen)
         wide = torch.promote_types(q.dtype, torch.float32)
-        scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=True)
-        bias = None if self.bias is None else torch.full_like(scale, self.bias, requires_grad=True)
+        scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=self.gradients)
+        bias = None if self.bias is None else torch.full_like(scale, self.bias, requires_grad=self.gradients)
         labels = torch.arange(queries, device=self.device) % keys
         if self.one_sided:
             return Inputs(q, None, scale, labels.roll(queries // 2), 1, DTYPES[self.dtype])
@@ -136,6 +137,7 @@ def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
 def point_of(
     packages: Sequence[Package], batch: int | None = None, peers: Iterable[str] = (), scale: float = 14.3,
     rounds: int = 10, seconds: float = math.inf, errors: bool = False, feature_dtype: str | None = None, ranks: int = 1,
+    gradients: bool = True,
 ) -> Point:  # fmt: skip
     """The point at `batch` queries (default: the planned ones) of packages for one loss, dim, dtype and device.
 
@@ -167,7 +169,7 @@ def point_of(
         feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),
         scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
         edited=tuple(str(package.path) for package in packages if package.edited), ranks=ranks,
-        frozen=shared["frozen"], prefixes=_prefixes_of(shared["loss"]),
+        frozen=shared["frozen"], prefixes=_prefixes_of(shared["loss"]), gradients=gradients,
         one_sided=shared["loss"]["traits"]["domain"] == "triangle",
     )  # fmt: skip
 
@@ -248,7 +250,7 @@ def own_ids(q: Any, k: Any, first: int = 0) -> dict[str, Any]:
 
 
 def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
-    """The same for any loss of q, k and scale; dk is None without k."""
+    """The same for any loss of q, k and scale; a gradient is None where there is none."""
 
     def step() -> tuple[Any, ...]:
         for leaf in (q, k, scale):
@@ -256,16 +258,17 @@ def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: A
                 leaf.grad = None
         with torch.autocast(q.device.type, autocast) if autocast else contextlib.nullcontext():
             loss = loss_function()
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         return loss.detach(), q.grad, None if k is None else k.grad, scale.grad
 
     return step
 
 
-def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -> Step:
+def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all", gradients: bool = True) -> Step:
     """The plan's matrix products by torch, panel by panel: z, dq and dk, without that of a frozen side. z comes twice,
     but for rows that are kept, and where slopes are `known` "before" the sweep (`Traits.known`). Without k, those of
-    panels on and above the diagonal.
+    panels on and above the diagonal; without gradients, z once.
 
     For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
@@ -289,9 +292,11 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -
                 continue
             a, b = q[row0 : row0 + rows], k[key0 : key0 + keys]
             g = z[: len(a) * len(b)].view(len(a), len(b))
-            kept = plan["strategy"] == "rows" or row0 < plan["stash_rows"]
-            for _ in range(1 if known == "before" or kept else 2):
+            once = not gradients or known == "before" or plan["strategy"] == "rows" or row0 < plan["stash_rows"]
+            for _ in range(1 if once else 2):
                 torch.mm(a, b.T, out=g)
+            if not gradients:
+                continue
             sides = {"query": (dq[: len(a)], g, b), "key": (dk[: len(b)], g.T, a)}
             left_out = "key" if one_sided and key0 == row0 else plan.get("frozen")
             for total, left, right in (part for side, part in sides.items() if side != left_out):

@@ -20,8 +20,8 @@ Rows = list[Row]
 SCHEMA_VERSION = 1
 SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")
 IDENTITY = (*SIZES, "ranks", "scale")  # the fields that all rows of a point share
-NAMED = {"frozen": "none", "prefixes": ""}  # what identifies a point besides, and what rows leave out
-FROZEN_RESULTS = {"query": "dq", "key": "dk"}  # by frozen side, the result that there is none of
+# What identifies a point besides, and what rows leave out. Without gradients a step is the loss alone.
+NAMED = {"frozen": "none", "prefixes": "", "gradients": True}
 RESULTS = ("loss", "dq", "dk", "dscale")  # the results whose errors are computed
 GENERATED = "generated"  # folder, and `package` in rows, of packages generated for one measurement
 FIELDS = (  # in the order of a row
@@ -142,8 +142,10 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """What a row names besides, behind its loss or contestant: ", frozen key", ", prefixes 96,192,384"."""
-    return "".join(f", {name} {row[name]}" for name, usual in NAMED.items() if row.get(name, usual) != usual)
+    """What a row names besides, behind its loss or contestant: ", frozen key", ", gradients false"."""
+    return "".join(
+        f", {name} {str(row[name]).lower()}" for name, usual in NAMED.items() if row.get(name, usual) != usual
+    )
 
 
 def error_texts(row: Mapping[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ def _once(point: Point, module: ModuleType, rank: int) -> Rows:
     results: list[tuple[Any, ...]] = []
     with PeakMeter(inputs.q.device) as meter:
         time_ms, _ = timer.idle_ms(lambda: results.append(step()))
-    defect = judged(results[0], None, point.frozen, inputs.k is None)[1]
+    defect = judged(results[0], inputs.wanted)[1]
     wrong, peak = _largest([defect is not None, meter.peak_bytes], point.device)
     row = _row(point, "infcl", module.SPEC)
     if wrong or peak > row["predicted_peak_bytes"]:

@@ -14,7 +14,7 @@ from infcl_gen.kernels import forward, fused, hopper_slabs, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, Sides, formulas_of, left_out, others_left_out, triton_code
-from infcl_gen.losses.printers import p, pair_code, x
+from infcl_gen.losses.printers import p, pair_code, pair_code_of_y, x
 from infcl_gen.planning.candidates import PANEL_LIMIT
 from infcl_gen.planning.planner import Plan
 from infcl_gen.runtime.traits import Traits
@@ -85,7 +85,10 @@ _WHY_POSITIVES = (
 _ROWS_OF_POSITIVES = (
     "VECTOR_ROWS = tl.constexpr(32)  # rows, and columns of the embedding, of a program that walks positives"
 )
-_NOTHING = "NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"
+_OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
+_LIBDEVICE = "from triton.language.extra import libdevice"
+_IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
 _IDS_OF_ROWS = "ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)"
 _LEGEND_OF_TRIANGLE = """\
 triangle            k is q on the rank's own rows: z_ij = z_ji is computed once, counts for both rows, and i != j.
@@ -179,6 +182,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         + ", and the same of MULTIPLE y" * plan.traits.second
         + ", and shares of 2^(guide - its log-sum-exps)" * plan.traits.guided_sides,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
+        "library_of_functions": _LIBDEVICE if of_pairs else ABSENT,
         # Constants.
         "inner": inner,  # depth of a similarity, as a constant of the file
         "depth_of_positives": "width" if plan.slabs else inner,
@@ -441,12 +445,15 @@ def _sides_of_positives(plan: Plan) -> dict[str, str]:
 
 
 def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
-    """What the templates of a sum over pairs read. Terms and slopes are printed as tensors like `x`."""
+    """What the templates of a sum over pairs read. Terms and slopes are printed as tensors like `x`.
+
+    Sweeps of a sum of softplus take y = x log2(e).
+    """
     term, slope = derivation.form.pair_term, derivation.pair_slope
     assert term is not None and slope is not None
 
-    def of_tile(expression: Expr, factor: float = 1.0) -> str:
-        code = pair_code(expression)
+    def of_tile(expression: Expr, factor: float = 1.0, of: str = "x") -> str:
+        code = pair_code(expression) if of == "x" else pair_code_of_y(expression, {"x": of})
         code = code if factor == 1 else f"{factor} * ({code})"
         return f"{code} + 0.0 * x" if expression.is_number else code
 
@@ -454,6 +461,7 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     sign = derivation.softplus_sign
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
+    logit, at_y = ("y", ", at y = x log2(e)") if whole else ("x", "")
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
     other = "a key of another id" if ids else "a key that is not its positive"
     same = "a key of its id" + ", but no positive" * placed
@@ -461,9 +469,9 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
 it would be as another key: the difference of two sums would lose it."""
     times_unit = "" if unit == 1 else ", times the unit of g"
     functions = [
-        ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), True),
+        ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
         ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
-        ("slopes_of", f"h'(x) of a query and {other}{times_unit}.", of_tile(slope.other, unit), True),
+        ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", of_tile(slope.other, unit, logit), True),
         (
             "positive_slopes_of",
             f"h'(x) of a query and its positive{times_unit}.",
@@ -479,11 +487,11 @@ it would be as another key: the difference of two sums would lose it."""
         ),
     ]
     # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
-    at = {x: "x", -x: "-x", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
-    slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-x" else ""
+    at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
+    slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
     by_class = {
         "ids_of_tile": (_IDS_OF_ROWS, True),
-        "logit_of_same_id": (f"x = tl.where(same_id, {at}, x)", whole),
+        "logit_of_same_id": (f"y = tl.where(same_id, {at}, y)", whole),
         "terms_of_same_id": ("terms = tl.where(same_id, same_id_terms_of(x), terms)", not whole),
         "slopes_of_same_id": (f"value = tl.where(same_id, {slopes}, value)", bool(slopes)),
     }
@@ -492,10 +500,16 @@ it would be as another key: the difference of two sums would lose it."""
         "about_positives": own * placed,
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
-        "functions_of_pairs": [{"name": n, "what": what, "value": value} for n, what, value, used in functions if used],
+        "functions_of_pairs": [
+            {"name": name, "of": logit if name == "slopes_of" else "x", "what": what, "value": value}
+            for name, what, value, used in functions
+            if used
+        ],
         "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
         "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
-        "logit_of_nothing": _NOTHING.format(-1e30 * sign) if whole else ABSENT,
+        "constants_of_softplus": _OF_SOFTPLUS.format(-1e30 * sign) if whole else ABSENT,
+        "in_base_2": _IN_BASE_2 if whole else ABSENT,
+        "logit": logit,
         **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
         "of_softplus": whole,
         "softplus_sign": "-" if sign < 0 else "",

@@ -9,7 +9,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -224,6 +224,8 @@ pair_code = Printer(
     at_least=triton_code.at_least,
     floats=True,
 )
+# The same of y = x log2(e), where x stands in sigmoids only: sigmoid2(y) is sigmoid(x).
+pair_code_of_y = replace(pair_code, functions=pair_code.functions | {language.sigmoid: "sigmoid2({})"})
 # Symbols stand for tensors. functional.softplus becomes linear beyond 20, an error of 2e-9; logsigmoid does not.
 torch_code = Printer(
     target="torch",

@@ -615,6 +615,27 @@ def test_a_frozen_side_is_frozen_for_everybody(tmp_path: Path, side: str, result
     assert [bool(x.any()) for x in (dq, dk)] == [side != "query", side != "key"]
 
 
+def test_a_loss_alone_has_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither do peers compute any, nor do plans predict their time and memory; bare products have z once."""
+    package = infcl_gen.generate(output=tmp_path / "alone", **SMALL)
+    seen: list[bool] = []
+
+    def watch(inputs: Inputs, loss: torch.Tensor) -> torch.Tensor:
+        seen.append(loss.requires_grad)
+        return loss
+
+    enter(monkeypatch, "watching", watch)
+    rows, _ = measured(package, "watching", rounds=1, errors=True, gradients=False)
+    assert set(seen) == {False}
+    for row in rows.values():
+        assert row["gradients"] is False and row["error"] is None and row["predicted_ms"] is None
+        assert [name for name, error in row["err"].items() if error is not None] == ["loss"]
+    whole = {name: value for name, value in rows["infcl"].items() if name != "gradients"}
+    assert identity(rows["infcl"]) == identity(rows["watching"]) != identity(whole)
+    dq, dk = bare_products(read_package(package).spec["plan"], torch.randn(8, 4), torch.randn(8, 4), gradients=False)()
+    assert not dq.any() and not dk.any()
+
+
 def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody gets them, products are in bf16, and a package's gradients come back unrounded."""
     package = infcl_gen.generate(output=tmp_path / "bf16", batch_size=96, dim=16, dtype="bf16", target="cpu")

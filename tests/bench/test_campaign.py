@@ -93,15 +93,21 @@ def test_what_was_measured_before_an_interruption_counts(
     assert result["rows"][:1] == first and [row["batch"] for row in result["rows"]] == [64, 80, 96]
 
 
-def test_frozen_sides_and_prefixes_are_points_of_their_own(tmp_path: Path, in_process: None) -> None:
+def test_frozen_sides_prefixes_and_losses_alone_are_points_of_their_own(tmp_path: Path, in_process: None) -> None:
     plain = f"[[points]]\nbatch_size = 64\n{POINT}"
-    points = f'{plain}{plain}prefixes = "8,16:0.5"\n{plain}frozen = ["query", "key"]\n'
+    points = f'{plain}gradients = [true, false]\n{plain}prefixes = "8,16:0.5"\n{plain}frozen = ["query", "key"]\n'
     found = run_campaign(read_campaign(write(tmp_path, points)), "once")["rows"]
-    named = [{name: row[name] for name in ("frozen", "prefixes") if name in row} for row in found]
-    assert named == [{}, {"prefixes": "8,16:0.5"}, {"frozen": "query"}, {"frozen": "key"}]
+    named = [{name: row[name] for name in ("frozen", "prefixes", "gradients") if name in row} for row in found]
+    assert named == [{}, {"gradients": False}, {"prefixes": "8,16:0.5"}, {"frozen": "query"}, {"frozen": "key"}]
     assert run_campaign(read_campaign(write(tmp_path, points)), "once")["rows"] == found, "nothing is measured again"
     losses = [line[0] for line in table(found)[1]]
-    assert losses == ["clip", "clip, prefixes 8,16:0.5", "clip, frozen query", "clip, frozen key"]
+    assert losses == [
+        "clip",
+        "clip, gradients false",
+        "clip, prefixes 8,16:0.5",
+        "clip, frozen query",
+        "clip, frozen key",
+    ]
 
 
 def test_packages_at_one_point_are_those_that_plan_otherwise(tmp_path: Path, in_process: None) -> None:
@@ -179,6 +185,7 @@ def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) ->
         ("dim = 16", "dim = [16, 0]", "--dim"),
         ("dim = 16", "dims = 16", "--dims: unknown option"),
         ("batch_size = 4", 'batch_size = 4\nagainst = "tortch"', "did you mean 'torch'"),
+        ("batch_size = 4", "batch_size = 4\ngradients = 1", "gradients: expected true or false, got 1"),
     ],
 )
 def test_wrong_files_say_what_is_wrong(tmp_path: Path, old: str, new: str, message: str) -> None:
