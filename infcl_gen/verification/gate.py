@@ -92,7 +92,7 @@ from infcl_gen.verification.oracle import (
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
 PLAIN_CREDIT = 1 / 8
-NEAR = 8  # roundings between numbers whose own roundings may go with similarities
+NEAR = 8  # roundings between numbers whose errors may be correlated with similarities
 MEAN_ROUNDINGS = 4  # of the mean of features, of its share, and of what it is added to
 LARGEST_BATCH = 2**20
 LARGEST_LOSS = 1e150  # whose square fp64 holds
@@ -286,13 +286,10 @@ def _error_bound(
     if one_sided:  # what is stored and summed has the gradients of both rows of a pair
         g, smooth, dg, positives = g + g.T, smooth + smooth.T, dg + dg.T, positives | positives.T
 
-    # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
-    # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign. So have those of a triangle
-    # where its similarities have, whose sum is the square of a sum.
-    cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    one_sign = traits.combined or one_sided or traits.means or traits.weighted
-    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and one_sign) else 1
-    rounded, tiny = max(u * times, w), out.smallest_normal * u
+    # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too. That
+    # Triton's interpreter truncates to bf16, by up to 2 u, is within BOUND_FACTOR.
+    by_rows = plan["strategy"] == "rows"
+    rounded, tiny = max(2 * u if plan["stash_rows"] or by_rows else u, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow
     # The slope of a soft-capped logit cancels too (1 - tanh^2), and is accurate to its value at z = 0.
@@ -307,20 +304,16 @@ def _error_bound(
     product = of_z * z
     spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
     alike = (smooth * z).sum().abs() + product[positives].sum().abs()
-    rounding = product.abs().sum().minimum(alike + spread)
-    near = _near(smooth.abs(), NEAR * u) or _near((x - x.max()).exp(), NEAR * u)
-    if near or (cut and (traits.several or (traits.weighted and by_rows))):
-        # Numbers within few roundings of each other round by the side of a tie, which goes with z. Of numbers around a
-        # power of 2 only those below it are cut, and these have one sign.
-        rounding = product.abs().sum()
+    size, correlated = product.abs().sum(), _correlated(x, smooth, u)
+    rounding = size if correlated else size.minimum(alike + spread)
     dscale = factor * ((dof_z * z.abs() + accumulation * of_z.abs() * z_sum).sum() + rounded * rounding)
     if traits.sums_slopes:
         dscale += abs(float(mathematics.dscale_rest(scale, bias))) * (dg + accumulation * g.abs()).sum()
     dscale += errors.of_scale
     sums = [of_logit * part for part in (of_z, smooth, torch.where(positives, of_z, 0.0), dof_z)]
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
-    dq = _sum_bound(sums, k, accumulation, rounded, near)
-    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded, near)
+    dq = _sum_bound(sums, k, accumulation, rounded, correlated)
+    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded, correlated)
     dbias = (bias_slope * (dg + accumulation * g.abs())).sum() + errors.of_bias
     unit = 2 * u if pairs or by_rows else u
     bound = LossAndGrads(
@@ -340,12 +333,12 @@ def _error_bound(
     of_q = terms @ k.abs() / len(q)
     if inputs.negatives is not None:
         of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits)
-        added, size = _of_negatives(of, inputs, u, reference)
+        added, of_negatives = _of_negatives(of, inputs, u, reference)
         more = {name: getattr(bound, name) + error for name, error in added.items()}
-        bound, of_q = bound._replace(**more), of_q + size
+        bound, of_q = bound._replace(**more), of_q + of_negatives
     sizes: list[Any] = [each if each is None else each.abs() for each in reference]
     magnitude = LossAndGrads(*sizes)._replace(
-        dq=of_q, dscale=factor * product.abs().sum() / len(q),
+        dq=of_q, dscale=factor * size / len(q),
         dk=None if one_sided else terms.T @ q.abs() / len(q),
     )  # fmt: skip
     if traits.scaled:
@@ -719,23 +712,26 @@ def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistic
     return _Errors(g, mathematics.pair_slope(x), (dterms + statistics.smallest_normal).sum() + sums, dg)
 
 
-def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float, near: bool) -> Tensor:
+def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float, correlated: bool) -> Tensor:
     """The error of g @ other, where g is wrong by dg and rounded to `unit`. `sums`: g, probability, positive, dg.
 
     Roundings of different elements are independent, so they add up as a root of squares. Equal rows of `other`, and
     nearly equal elements (probabilities at a small scale, positives), round alike: they add a factor of their sum.
-    The rounding never exceeds the sum of all. That it may be where all elements are `near` each other.
+    The rounding never exceeds the sum of all. It may reach that where all errors are `correlated`.
     """
     g, probability, positive, dg = sums
     size = g.abs() @ other.abs()
     spread = (g.square() @ other.square()).sqrt() * math.sqrt(_most_alike(other))
-    rounding = size if near else size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)
+    rounding = size if correlated else size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)
     return dg @ other.abs() + accumulation * size + unit * rounding
 
 
-def _near(sizes: Tensor, relative: float) -> bool:
-    """Whether sizes differ by no more than that part of the largest one. NaN is near nothing."""
-    return bool(sizes.min() >= (1 - relative) * sizes.max())
+def _correlated(x: Tensor, smooth: Tensor, u: float) -> bool:
+    """Whether rounding errors may all have the sign of z: where all slopes, or all e^x, are within NEAR roundings.
+
+    Then z decides on which side of a tie each slope lies. NaN is near nothing.
+    """
+    return any(bool(each.min() >= (1 - NEAR * u) * each.max()) for each in (smooth.abs(), (x - x.max()).exp()))
 
 
 def _most_alike(rows: Tensor) -> int:

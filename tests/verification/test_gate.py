@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 import infcl_gen
+from infcl_gen import verification
 from infcl_gen.losses import CLIP, INFONCE, LossSpec
 from infcl_gen.losses.language import bias, logsumexp_over_keys, mean_over_queries, positive, scale, tanh, z
 from infcl_gen.verification.gate import Truth, failures, gate, truth_of
@@ -291,6 +292,15 @@ def test_roundings_that_go_with_similarities_are_allowed() -> None:
     assert abs(dscale / truth.reference.dscale - 1) > 1
     assert not failures(gate(truth.reference._replace(dscale=dscale), truth))
     assert failures(gate(truth.reference._replace(dscale=5 * dscale), truth))
+
+
+def test_interpreted_bf16_has_the_bounds_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a sum of slopes was allowed twice the error there, or that of all of one sign."""
+    package = infcl_gen.load(loss="infonce_out", batch_size=64, dim=3, dtype="bf16", target="cpu")
+    inputs = inputs_of(package, Case(64, 64, 3, "bf16", 14.3))
+    on_a_gpu = truth_of(package, inputs).bound
+    monkeypatch.setattr(verification.gate, "INTERPRETED", True)
+    assert all(map(torch.equal, truth_of(package, inputs).bound, on_a_gpu))
 
 
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 1e5), (torch.float32, 1e39), (torch.bfloat16, 1e241)])
