@@ -271,6 +271,26 @@ def test_nan_must_come_out_where_it_went_in() -> None:
     assert [row.quantity for row in gate(finite, truth) if not row.passed] == ["dq"]
 
 
+def test_a_loss_beyond_the_range_promises_no_gradients() -> None:
+    """Terms of rince reach e^(8000): fp64 has both infinities, and so NaN, of which one element of dq is infinite.
+
+    Planted: each element of ours had to be what fp64 has. With NaN in a query all gradients are compared.
+    """
+    package = infcl_gen.load(loss="rince", batch_size=129, dim=1, dtype="bf16", target="cpu")
+    inputs = inputs_of(package, Case(129, 63, 1, "bf16", 1000.0, bias=3.5, features="unnormalised", seed=159))
+    truth = truth_of(package, inputs)
+    assert oracle(package, inputs).loss.isnan() and truth.reference.dq.isinf().any()
+    nothing = LossAndGrads(*(torch.full_like(each, math.nan) for each in truth.reference))
+    below = dataclasses.replace(truth, reference=truth.reference._replace(loss=torch.tensor(-math.inf).double()))
+    for loss, fails in ((math.nan, False), (-math.inf, False), (1e38, True), (0.0, True)):
+        found = nothing._replace(loss=torch.tensor(loss))
+        assert [bool(failures(gate(found, each))) for each in (truth, below)] == [fails, fails], loss
+    inputs = inputs_of(package, Case(129, 63, 1, "bf16", 1.0, seed=159))
+    inputs.q[3] = math.nan
+    truth = truth_of(package, inputs)
+    assert truth.reference.dq[4:].isfinite().all() and failing(nothing, truth) == {"dq"}
+
+
 def test_infinity_must_be_the_oracles_own() -> None:
     """Planted: anything passes where the oracle is infinite; or beside it."""
     right = LossAndGrads(*[torch.tensor([1.0, math.inf], dtype=torch.float64)] * 5)
