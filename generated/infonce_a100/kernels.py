@@ -423,7 +423,7 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
     `gradient_wide` follows, which writes g itself, and every share is 1. A positive that is not in `positive_z`,
     as no key has its label, makes its row NaN.
     """
-    ROWS: tl.constexpr = 1024  # at a time: by 32 each load waits for the one before, 50 us in all for 8192 rows
+    ROWS: tl.constexpr = 1024  # at a time: by 128, a load behind the other, 8192 rows take 50 us instead of 12
     number, strips = tl.program_id(0), tl.num_programs(0)
     first_row = number * strip * FORWARD_ROWS
     last_row = min(first_row + strip * FORWARD_ROWS, queries)

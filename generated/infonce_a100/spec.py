@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "12bf70fee0f1b302adbff1ef68c784a9168f9a02bfe7afa0b79818bf9963007b",
+    "digest": "a79decf263a78282e89e23389f3cf83024056ee94e1e8e7ba1039ba9129e3e27",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -12,7 +12,7 @@
     against = "open_clip"                 peers, as for --against
     scale = [14.3, 100.0]
     features = "fp32"                     as for --features
-    gradients = false                     the loss alone, without a backward
+    gradients = false                     forward alone; for "speed" on one device
 
 A later table replaces an earlier one at the same point. A point is skipped if the output has its rows, among them rows
 of all peers that are wanted and installed.
@@ -111,6 +111,10 @@ def read_campaign(path: str | Path) -> Campaign:
         rounds = check_integer("repeats", parse_count(file.repeats, "repeats"), 1, 10000)
         errors = check_integer("errors_up_to", parse_count(file.errors_up_to, "errors_up_to"), 0, 2**40)
         places = {place.identity: place for point in file.points for place in _places(point)}
+        if any(
+            not place.gradients and (file.measure, place.problem.devices) != ("speed", 1) for place in places.values()
+        ):
+            raise InputError("gradients: forward alone is measured on one device, with measure = 'speed'; leave it out")
     except (InputError, msgspec.ValidationError) as error:
         raise InputError(f"--campaign: {name}: {error}") from error
     limits = Limits(rounds, file.seconds, file.silent_s, errors)
@@ -158,7 +162,7 @@ def run_campaign(campaign: Campaign, command: str, progress: Progress = lambda *
             if time.monotonic() > deadline:
                 left += 1
                 continue
-            progress(" ".join(map(str, place.identity)), index, len(campaign.places))
+            progress(" ".join(str(each) for each in place.identity if each is not True), index, len(campaign.places))
             contest.scale, contest.feature_dtype, contest.gradients = place.scale, place.features, place.gradients
             with tempfile.TemporaryDirectory(prefix="infcl-gen-campaign-") as folder:
                 fresh, defects = measure(place, Path(folder), contest)

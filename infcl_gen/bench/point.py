@@ -80,7 +80,7 @@ class Point:
     ranks: int = 1
     frozen: str = "none"  # the side that requires no gradient
     prefixes: str = ""  # of the features, as `prefixes_text` has them, where the loss is added up over some
-    gradients: bool = True  # else the loss alone is measured
+    gradients: bool = True  # else forward alone is measured
     one_sided: bool = False  # rows are compared with each other
 
     @property

@@ -20,7 +20,7 @@ Rows = list[Row]
 SCHEMA_VERSION = 1
 SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")
 IDENTITY = (*SIZES, "ranks", "scale")  # the fields that all rows of a point share
-# What identifies a point besides, and what rows leave out. Without gradients a step is the loss alone.
+# What identifies a point besides, and what rows leave out. Without gradients a step is forward alone.
 NAMED = {"frozen": "none", "prefixes": "", "gradients": True}
 RESULTS = ("loss", "dq", "dk", "dscale")  # the results whose errors are computed
 GENERATED = "generated"  # folder, and `package` in rows, of packages generated for one measurement
@@ -137,7 +137,7 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What all rows of a point share. Rows name a frozen side and prefixes only where there are any."""
+    """What all rows of a point share. Rows name what NAMED has only where it is not the usual."""
     return (*(row[name] for name in IDENTITY), *(row.get(name, usual) for name, usual in NAMED.items()))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -85,9 +87,12 @@ _WHY_POSITIVES = (
 _ROWS_OF_POSITIVES = (
     "VECTOR_ROWS = tl.constexpr(32)  # rows, and columns of the embedding, of a program that walks positives"
 )
+_LOG2E = "LOG2E = tl.constexpr(1.4426950408889634)"
+_INTERPRETED = "INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without libdevice"
 _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
 _LIBDEVICE = "from triton.language.extra import libdevice"
+_CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
 _IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
 _IDS_OF_ROWS = "ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)"
 _LEGEND_OF_TRIANGLE = """\
@@ -182,7 +187,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         + ", and the same of MULTIPLE y" * plan.traits.second
         + ", and shares of 2^(guide - its log-sum-exps)" * plan.traits.guided_sides,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
-        "library_of_functions": _LIBDEVICE if of_pairs else ABSENT,
+        "library_of_functions": ABSENT,
         # Constants.
         "inner": inner,  # depth of a similarity, as a constant of the file
         "depth_of_positives": "width" if plan.slabs else inner,
@@ -455,7 +460,7 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     def of_tile(expression: Expr, factor: float = 1.0, of: str = "x") -> str:
         code = pair_code(expression) if of == "x" else pair_code_of_y(expression, {"x": of})
         code = code if factor == 1 else f"{factor} * ({code})"
-        return f"{code} + 0.0 * x" if expression.is_number else code
+        return f"{code} + 0.0 * {of}" if expression.is_number else code
 
     weight, _ = term.other.as_coeff_Mul()
     sign = derivation.softplus_sign
@@ -468,7 +473,7 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     own = """ A positive's own term takes the place of what
 it would be as another key: the difference of two sums would lose it."""
     times_unit = "" if unit == 1 else ", times the unit of g"
-    functions = [
+    of_classes = [
         ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
         ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
         ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", of_tile(slope.other, unit, logit), True),
@@ -486,6 +491,9 @@ it would be as another key: the difference of two sums would lose it."""
             ids and not whole,
         ),
     ]
+    functions = _functions((value for *_, value, used in of_classes if used), ["log_one_plus"] * whole)
+    constants = [_LOG2E] * (whole or bool({"sigmoid", "softplus"} & set(functions)))
+    constants += [_INTERPRETED] * ("sigmoid2" in functions) + [_OF_SOFTPLUS.format(-1e30 * sign)] * whole
     # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
     at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
     slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
@@ -502,12 +510,14 @@ it would be as another key: the difference of two sums would lose it."""
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
             {"name": name, "of": logit if name == "slopes_of" else "x", "what": what, "value": value}
-            for name, what, value, used in functions
+            for name, what, value, used in of_classes
             if used
         ],
         "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
         "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
-        "constants_of_softplus": _OF_SOFTPLUS.format(-1e30 * sign) if whole else ABSENT,
+        "functions": functions,
+        "library_of_functions": _LIBDEVICE if "sigmoid2" in functions else ABSENT,
+        "constants_of_functions": "\n".join(constants) or ABSENT,
         "in_base_2": _IN_BASE_2 if whole else ABSENT,
         "logit": logit,
         **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
@@ -566,7 +576,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "pooled_numbers": _POOLED_NUMBERS if plan.traits.pooled else ABSENT,
         "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
         "statements_of_rows": "\n".join(statements),
-        "of_functions": any(f"{name}(" in code for code in statements for name in ("softplus", "sigmoid")),
+        "functions": (functions := _functions(statements)),
+        "of_functions": bool(functions),
         **{name: text if without else ABSENT for name, text in nothing.items()},
         "and_nothing": "; infinite where it is empty" * without,
         "weighted_mantissa": f'tl.where(mantissa == 0.0, float("inf"), {weighted})' if without else weighted,
@@ -578,6 +589,13 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         + " + second_weight * tl.exp(p * MULTIPLE - r2)" * (plan.traits.second and not without)
         + " + key_weight * tl.exp(pc - cp)" * plan.traits.in_columns,
     }
+
+
+def _functions(codes: Iterable[str], others: Sequence[str] = ()) -> tuple[str, ...]:
+    """The functions of pieces/functions.py.jinja that codes call, the others, and what these call."""
+    called = {*others, *(name for code in codes for name in re.findall(r"(?<![.\w])(sigmoid2?|softplus)\(", code))}
+    called |= {_CALLED_BY[name] for name in called & _CALLED_BY.keys()}
+    return tuple(sorted(called))
 
 
 def _columns(plan: Plan) -> dict[str, str]:

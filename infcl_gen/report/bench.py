@@ -30,7 +30,7 @@ def bench_page(document: Mapping[str, Any]) -> Page:
     failed = len(rows) - len(good)
     return Page(
         title=f"Measurements on {document['board']}",
-        lead=("Times are of forward and backward of the loss alone; memory is beyond the inputs.",),
+        lead=("Times are of the loss: forward and backward, or forward alone; memory is beyond the inputs.",),
         facts=(
             ("device", document["board"]),
             ("rows", str(len(rows))),
@@ -79,7 +79,7 @@ def _batches(rows: Sequence[Row], tones: Mapping[str, str]) -> Section:
                 style = "dashed" if "dashed" in tones[name] else "bold" if name.startswith("infcl") else ""
                 series += [Series(name, found, tones[name].split()[0], style)] * bool(found)
             if series:
-                words = "Forward and backward, from an idle device." if unit == "ms" else "Peak beyond the inputs."
+                words = "From an idle device." if unit == "ms" else "Peak beyond the inputs."
                 title = f"{'Time' if unit == 'ms' else 'Memory'}, {_group_text(here[0])}"
                 figures.append(lines(title, words, series, ("batch size", unit), sizes))
     return Section("Over the batch size", () if figures else ("Each problem was measured at one batch size.",), figures)

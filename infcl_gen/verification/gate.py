@@ -51,8 +51,8 @@ error, and twice that would let even zeros pass.
 
 NaN and infinity must be where the oracle has them, and nowhere else. A row with elements that leave the range of their
 dtype, or whose sums over LARGEST_BATCH queries may, can have either. A loss so large that the terms of LARGEST_BATCH
-queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong. So is
-a loss that fp64 finds to be NaN without NaN in the input: there infinities cancel.
+queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong. The
+same holds where finite inputs have a loss that is NaN in fp64: there infinities cancel.
 """
 
 import functools
@@ -150,7 +150,7 @@ def _too_large(loss: Tensor, reference: Tensor) -> GateRow:
 def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
     """What the gate needs to judge results of `module` for this input; takes a few M x N matrices in fp64."""
     mathematics, reference = loss_module(module), oracle(module, inputs)
-    if not any(bool(torch.as_tensor(x).isnan().any()) for x in inputs if x is not None):
+    if all(bool(torch.as_tensor(x).isfinite().all()) for x in inputs if x is not None):
         # Infinities cancelled, of terms beyond 1e308: the loss leaves the range, too.
         reference = reference._replace(loss=reference.loss.masked_fill(reference.loss.isnan(), math.inf))
     if not hasattr(mathematics, "PREFIXES"):
@@ -290,8 +290,8 @@ def _error_bound(
     if one_sided:  # what is stored and summed has the gradients of both rows of a pair
         g, smooth, dg, positives = g + g.T, smooth + smooth.T, dg + dg.T, positives | positives.T
 
-    # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too. That
-    # Triton's interpreter truncates to bf16, by up to 2 u, is within BOUND_FACTOR.
+    # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
+    # Triton's interpreter truncates to bf16, by up to 2 u: BOUND_FACTOR covers that.
     by_rows = plan["strategy"] == "rows"
     rounded, tiny = max(2 * u if plan["stash_rows"] or by_rows else u, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
@@ -307,17 +307,19 @@ def _error_bound(
     factor = abs(float(mathematics.dscale_factor(scale, bias)))
     product = of_z * z
     spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
-    alike = (smooth * z).sum().abs() + product[positives].sum().abs()
-    size, correlated = product.abs().sum(), _correlated(x, smooth, u)
-    rounding = size if correlated else size.minimum(alike + spread)
+    correlated = _correlated(x, smooth, u)
+    alike = (smooth * z).sum().abs() + product[positives].sum().abs() + product[correlated].abs().sum()
+    size = product.abs().sum()
+    rounding = size.minimum(alike + spread)
     dscale = factor * ((dof_z * z.abs() + accumulation * of_z.abs() * z_sum).sum() + rounded * rounding)
     if traits.sums_slopes:
         dscale += abs(float(mathematics.dscale_rest(scale, bias))) * (dg + accumulation * g.abs()).sum()
     dscale += errors.of_scale
-    sums = [of_logit * part for part in (of_z, smooth, torch.where(positives, of_z, 0.0), dof_z)]
+    parts = (of_z, smooth, torch.where(positives, of_z, 0.0), torch.where(correlated, of_z.abs(), 0.0), dof_z)
+    sums = [of_logit * part for part in parts]
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
-    dq = _sum_bound(sums, k, accumulation, rounded, correlated)
-    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded, correlated)
+    dq = _sum_bound(sums, k, accumulation, rounded)
+    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded)
     dbias = (bias_slope * (dg + accumulation * g.abs())).sum() + errors.of_bias
     unit = 2 * u if pairs or by_rows else u
     bound = LossAndGrads(
@@ -716,26 +718,29 @@ def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistic
     return _Errors(g, mathematics.pair_slope(x), (dterms + statistics.smallest_normal).sum() + sums, dg)
 
 
-def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float, correlated: bool) -> Tensor:
-    """The error of g @ other, where g is wrong by dg and rounded to `unit`. `sums`: g, probability, positive, dg.
+def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float) -> Tensor:
+    """The error of g @ other, where g is wrong by dg and rounded to `unit`. `sums`: g, probability, positive, |g| of
+    `_correlated` elements, dg.
 
     Roundings of different elements are independent, so they add up as a root of squares. Equal rows of `other`, and
     nearly equal elements (probabilities at a small scale, positives), round alike: they add a factor of their sum.
-    The rounding never exceeds the sum of all. It may reach that where all errors are `correlated`.
+    Errors of correlated elements may add up. The rounding never exceeds the sum of all.
     """
-    g, probability, positive, dg = sums
+    g, probability, positive, correlated, dg = sums
     size = g.abs() @ other.abs()
     spread = (g.square() @ other.square()).sqrt() * math.sqrt(_most_alike(other))
-    rounding = size if correlated else size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)
+    alike = (probability @ other).abs() + (positive @ other).abs() + correlated @ other.abs()
+    rounding = size.minimum(alike + spread)
     return dg @ other.abs() + accumulation * size + unit * rounding
 
 
-def _correlated(x: Tensor, smooth: Tensor, u: float) -> bool:
-    """Whether rounding errors may all have the sign of z: where all slopes, or all e^x, are within NEAR roundings.
+def _correlated(x: Tensor, smooth: Tensor, u: float) -> Tensor:
+    """Pairs whose rounding errors may all have the sign of z: slopes, or e^x, within NEAR roundings of the largest.
 
-    Then z decides on which side of a tie each slope lies. NaN is near nothing.
+    There z decides on which side of a tie a slope lies. NaN is near nothing.
     """
-    return any(bool(each.min() >= (1 - NEAR * u) * each.max()) for each in (smooth.abs(), (x - x.max()).exp()))
+    near = [each >= (1 - NEAR * u) * each.max() for each in (smooth.abs(), (x - x.max()).exp())]
+    return near[0] | near[1]
 
 
 def _most_alike(rows: Tensor) -> int:

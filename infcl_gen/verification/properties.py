@@ -29,7 +29,7 @@ ROWS = (1, 2, 17, 63, 64, 65, 100, 127, 129, 130)
 # By place: the CPU, the CPU with TRITON_INTERPRET=1 in the environment, a GPU.
 SIZES = {"cpu": ROWS, "interpreter": (1, 17, 64, 65, 130), "cuda": (*ROWS, 1000, 2049, 4096)}
 SCALES = (1e-3, 1.0, 14.3, 100.0, 1000.0)
-BIASES = (None, 0.0, -10.0, 3.5)
+BIASES = (None, 0.0, -10.0, 3.5, 10.0, -2.0)
 # Random directions; positives almost equal, so loss and gradient nearly vanish; norms over four powers of two; every
 # similarity about -1; few distinct rows; every third row 0; norms about 1e-3.
 FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_rows", "tiny")

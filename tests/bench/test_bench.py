@@ -615,8 +615,8 @@ def test_a_frozen_side_is_frozen_for_everybody(tmp_path: Path, side: str, result
     assert [bool(x.any()) for x in (dq, dk)] == [side != "query", side != "key"]
 
 
-def test_a_loss_alone_has_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither do peers compute any, nor do plans predict their time and memory; bare products have z once."""
+def test_forward_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's loss requires gradients, plans predict no time and memory of it, and bare products have z once."""
     package = infcl_gen.generate(output=tmp_path / "alone", **SMALL)
     seen: list[bool] = []
 

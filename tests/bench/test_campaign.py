@@ -93,7 +93,7 @@ def test_what_was_measured_before_an_interruption_counts(
     assert result["rows"][:1] == first and [row["batch"] for row in result["rows"]] == [64, 80, 96]
 
 
-def test_frozen_sides_prefixes_and_losses_alone_are_points_of_their_own(tmp_path: Path, in_process: None) -> None:
+def test_frozen_sides_prefixes_and_forward_alone_are_points_of_their_own(tmp_path: Path, in_process: None) -> None:
     plain = f"[[points]]\nbatch_size = 64\n{POINT}"
     points = f'{plain}gradients = [true, false]\n{plain}prefixes = "8,16:0.5"\n{plain}frozen = ["query", "key"]\n'
     found = run_campaign(read_campaign(write(tmp_path, points)), "once")["rows"]
@@ -186,6 +186,11 @@ def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) ->
         ("dim = 16", "dims = 16", "--dims: unknown option"),
         ("batch_size = 4", 'batch_size = 4\nagainst = "tortch"', "did you mean 'torch'"),
         ("batch_size = 4", "batch_size = 4\ngradients = 1", "gradients: expected true or false, got 1"),
+        (
+            "batch_size = 4",
+            "batch_size = 4\ngradients = false\ndevices = 2",
+            "gradients: forward alone is measured on one",
+        ),
     ],
 )
 def test_wrong_files_say_what_is_wrong(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -954,6 +954,31 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
         torch.testing.assert_close(sums[0].double(), truth @ k.double(), rtol=2e-2, atol=1e-6)
 
 
+def shares_of_a_long_strip(made: Made, device: str = "cpu") -> None:
+    """All rows of a strip have shares, and each may put its flags up; other strips go without."""
+    package = module(made)
+    kernels, rows, blocks = package._schedule.kernels, 3000, 2
+    strip_rows = 80 * kernels.FORWARD_ROWS.value
+    generator = torch.Generator().manual_seed(1)
+    exponent = torch.randint(-9, 9, (rows,), generator=generator).float().to(device)
+    mantissa = 1 + torch.rand(rows, generator=generator).to(device)
+    for wide in (None, 7, strip_rows - 1):
+        reference, share = exponent - 1, torch.full((rows,), math.nan, device=device)
+        if wide is not None:
+            reference[wide] -= 100
+        flags = torch.full((2 * blocks,), -1, dtype=torch.int32, device=device)
+        package._runtime.launch.launch(
+            kernels.shares, (2,), query_exponent=exponent, query_mantissa=mantissa.clone(),
+            positive_z=torch.zeros(rows, device=device), own_reference=reference, share=share, flags=flags,
+            queries=rows, keys=blocks * kernels.FORWARD_KEYS.value, strip=80, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        expected = kernels.QUERY_SHARE.value * torch.exp2(reference - exponent) / mantissa
+        if wide is not None:
+            expected[:strip_rows] = 1
+        torch.testing.assert_close(share, expected)
+        assert flags.tolist() == [int(wide is not None), 0] * blocks
+
+
 def captured(made: Made, device: str = "cuda") -> None:
     """Forward and backward run without waiting for the device, and replay as a CUDA graph with other inputs."""
     package = module(made)

@@ -69,6 +69,7 @@ STATES, RATES = Made("panel", "sogclr"), Made("rows", "rate")
 STATES_OF_SIDES = Made("panel", "rates_of_sides")
 WITHOUT_POSITIVES, OWN_OF_PANELS = Made("panel", "decoupled_by_id"), Made("panel", "hard")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
+DISTANCES = Made("panel", "siglip_of_distances")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=384)
@@ -561,6 +562,12 @@ BUGS: dict[str, Bug] = {
         (case(),),
         "dscale",
     ),
+    "shares are of the first rows of a strip": Bug(
+        Made("rows", "infonce"),
+        (("kernels.py", "range(first_row, last_row, ROWS)", "range(first_row, min(first_row + 1, last_row), ROWS)"),),
+        checks.shares_of_a_long_strip,
+        (),
+    ),
     # ---- sums over pairs
     "a positive counts as another key, too": Bug(
         PAIRS, (("kernels.py", "(columns != place[:, None]) & ", ""),), checks.numerics, (case(),), "loss"
@@ -581,6 +588,12 @@ BUGS: dict[str, Bug] = {
         checks.numerics,
         (Case(129, 129, 0, scale=150.0, bias=-130.0, features="matched", seed=4),),
         "loss",
+    ),
+    "what does not count has a logit of the wrong sign": Bug(
+        DISTANCES, (("kernels.py", "tl.constexpr(1e+30)", "tl.constexpr(-1e+30)"),), checks.numerics, (case(),), "loss"
+    ),
+    "the weight of a sum is left out": Bug(
+        DISTANCES, (("kernels.py", "0.7 * tl.sum(term_sums)", "tl.sum(term_sums)"),), checks.numerics, (case(),), "loss"
     ),
     "the sum of slopes is that of one panel": Bug(
         PAIRS,

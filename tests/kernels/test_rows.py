@@ -17,7 +17,10 @@ ROWS = Made("rows", "infonce")
 
 @pytest.mark.parametrize(
     "check",
-    [checks.rows_of_panels, checks.labels_without_a_key, checks.sampled_references, checks.gradients_in_a_recording],
+    [
+        *(checks.rows_of_panels, checks.labels_without_a_key, checks.sampled_references),
+        *(checks.gradients_in_a_recording, checks.shares_of_a_long_strip),
+    ],
 )
 def test_rows_of_panels(interpreted: Interpreter, check: Callable[..., None]) -> None:
     interpreted(check, ROWS)
