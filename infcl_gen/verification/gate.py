@@ -11,13 +11,13 @@ of the features' dtype, v of the statistics (fp32, or fp64 for fp64) and w of a 
             + v * (|x_ij| + |r_i| + |c_j| + 4 + sqrt(N) / 8)
     dg_ij = (query_share * P_ij + key_share * C_ij) * (dx_ij + its mean over the row, the column) + v * all shares
             + underflow of P and of the stored g
-    bound on dq_i = |dx/dz| / M * (sum_j (dg_ij + v * min(N, 4 sqrt(N)) * |g_ij|) |k_j|
+    bound on dq_i = |dx/dz| / M * (sum_j (dg_ij + v * min(N, 4 sqrt(N E)) * |g_ij|) |k_j|
                                    + max(u, w) * (|sum_j (g_ij without positives) k_j| + sqrt(sum_j (g_ij k_j)^2)))
             + u * |dq_i| + half the smallest subnormal of the output
 
-and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). Where forward keeps tiles, g is
-the product of two rounded numbers: 2 u there. Of a sum over pairs no r_i and N enter dx_ij, and with h the term of a
-pair
+and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). E is how often the most frequent
+row of features occurs. Where forward keeps tiles, g is the product of two rounded numbers: 2 u there. Of a sum over
+pairs no r_i and N enter dx_ij, and with h the term of a pair
 
     dg_ij = max |h'(x_ij +- dx_ij) - h'(x_ij)| + 4 v |h'(x_ij)| + underflow
     bound on the loss = 1 / M * sum_ij (max |h(x_ij +- dx_ij) - h(x_ij)| + (8 + sqrt(N) / 8) v |h(x_ij)|
@@ -299,8 +299,8 @@ def _error_bound(
     # The slope of a soft-capped logit cancels too (1 - tanh^2), and is accurate to its value at z = 0.
     at_zero = mathematics.dlogit_dz(torch.zeros_like(z[:1, :1]), scale, bias).abs()
     dg += 4 * v * at_zero / own_slope.clamp(min=1e-30) * g.abs()
-    longest = max(z.shape)
-    accumulation = v * min(longest, 4 * math.sqrt(longest))
+    longest, alike = max(z.shape), max(_most_alike(q), _most_alike(k))
+    accumulation = v * min(longest, 4 * math.sqrt(longest * alike))
 
     # the gradient of a similarity without `of_logit`; then the sums over keys, over queries and over pairs
     of_z, smooth, dof_z = own_slope * g + errors.of_z, own_slope * smooth, own_slope * dg + errors.dof_z

@@ -421,7 +421,7 @@ BUGS: dict[str, Bug] = {
         PANEL,
         (("kernels.py", "((term - total) / total)", "((term / total).to(tl.bfloat16).to(tl.float32) - 1.0)"),),
         checks.numerics,
-        (case(100.0, "matched", rows=129),),
+        (case(features="matched", rows=129),),
         "dq|dk",
     ),
     "a positive's probability is rounded before 1 is taken off": Bug(
