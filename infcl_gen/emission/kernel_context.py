@@ -92,6 +92,11 @@ _INTERPRETED = "INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # wi
 _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
 _LIBDEVICE = "from triton.language.extra import libdevice"
+_QUOTIENT = """if INTERPRETED:
+        quotient = dividend / divisor
+    else:  # good to 2 roundings, in 2 instructions; `/` takes 4
+        quotient = libdevice.fast_dividef(dividend, divisor)
+    return quotient"""
 _CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
 _IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
 _IDS_OF_ROWS = "ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)"
@@ -516,6 +521,7 @@ it would be as another key: the difference of two sums would lose it."""
         "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
         "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
         "functions": functions,
+        "quotient": _QUOTIENT,
         "library_of_functions": _LIBDEVICE if "sigmoid2" in functions else ABSENT,
         "constants_of_functions": "\n".join(constants) or ABSENT,
         "in_base_2": _IN_BASE_2 if whole else ABSENT,
@@ -578,6 +584,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "statements_of_rows": "\n".join(statements),
         "functions": (functions := _functions(statements)),
         "of_functions": bool(functions),
+        "quotient": "return dividend / divisor",
         **{name: text if without else ABSENT for name, text in nothing.items()},
         "and_nothing": "; infinite where it is empty" * without,
         "weighted_mantissa": f'tl.where(mantissa == 0.0, float("inf"), {weighted})' if without else weighted,

@@ -175,7 +175,7 @@ DERIVABLE = {
     "squares": spec(sum_over_pairs((scale * z - is_positive) ** 2) / queries, "diagonal"),
     "siglip_multi": SIGLIP_MULTI,
     "siglip_without_ids": spec(sum_over_pairs(softplus(SIGN * X) * KEPT) / queries, "diagonal"),
-    "siglip_of_distances": spec(sum_over_pairs(0.7 * softplus(-SIGN * X) * KEPT) / queries, "diagonal"),
+    "siglip_of_distances": spec(sum_over_pairs(KEPT * softplus(-SIGN * X) / 2) / queries, "diagonal"),
     "squares_by_id": spec(
         sum_over_pairs((scale * z - is_positive - same_id * (1 - is_positive) / 2) ** 2) / queries, "diagonal"
     ),
