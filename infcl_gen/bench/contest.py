@@ -44,12 +44,11 @@ class Contest(contextlib.ExitStack):
     """
 
     def __init__(
-        self, peers: Sequence[Peer], scale: float = 14.3, limits: Limits | None = None,
-        feature_dtype: str | None = None, gradients: bool = True,
-    ) -> None:  # fmt: skip
+        self, peers: Sequence[Peer], scale: float = 14.3, limits: Limits | None = None, feature_dtype: str | None = None
+    ) -> None:
         super().__init__()
-        self.scale, self.limits = scale, limits or Limits()
-        self.feature_dtype, self.gradients = feature_dtype, gradients
+        self.scale, self.limits, self.feature_dtype = scale, limits or Limits(), feature_dtype
+        self.gradients = True
         self.absent: dict[str, str] = {}
         self._peers = peers
         self._worker: Worker | None = None

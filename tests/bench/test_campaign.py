@@ -213,6 +213,15 @@ def test_flags_that_stand_in_the_file(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "--campaign" in done.stderr
 
 
+@pytest.mark.parametrize("measure", [name for name in MEASURES if name != "speed"])
+def test_other_measures_refuse_forward_alone(tmp_path: Path, measure: str) -> None:
+    """Planted: they measured forward and backward, under the name of another point."""
+    points = f"[[points]]\nbatch_size = 64\n{POINT}"
+    assert read_campaign(write(tmp_path, points, measure=measure)).measure == measure
+    with pytest.raises(InputError, match="gradients: forward alone is measured on one device"):
+        read_campaign(write(tmp_path, f"{points}gradients = false\n", measure=measure))
+
+
 def test_the_committed_campaigns() -> None:
     found = {file.stem: read_campaign(file) for file in (ROOT / "tune" / "campaigns").glob("*.toml")}
     assert {one.measure for one in found.values()} == set(MEASURES)
