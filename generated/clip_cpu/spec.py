@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "41fd8fdd0b503fbdfe74f7f154c08e53512e8897468bf660299815adf1a0e2a9",
+    "digest": "71db2c6c69e35417b49d2baa1c7c8a5719755484bcbc3d0855f9444b293c5883",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

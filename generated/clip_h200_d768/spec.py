@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d258d86ebd9afbff85a293f6f79d4b2589e4826fd18b17345f18574921deaaa1",
+    "digest": "528fcba7eec95c9a9de02624838892a81c7e8fb93511db8bf6973e01e7d74962",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

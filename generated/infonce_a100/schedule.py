@@ -82,8 +82,8 @@ def _strip(m, n):
     return strip_blocks(row_blocks, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)
 
 
-def _forward_panel(block, scratch):
-    """Starts the partial sums of one panel."""
+def _forward_panel(block, scratch, referenced=False):
+    """Starts the partial sums of one panel. referenced: its queries have their references."""
     q, k, scale, bias = block[:4]
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
@@ -91,10 +91,11 @@ def _forward_panel(block, scratch):
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     strip = _strip(m, n)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    launch(kernels.row_references, (cdiv(m, kernels.WIDE_ROWS.value),),
-        q=q, k=k, scale_ptr=scale, bias_ptr=bias, own_reference=scratch.own_reference, queries=m, keys=n,
-        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
-        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=3)
+    if not referenced:
+        launch(kernels.row_references, (cdiv(m, kernels.WIDE_ROWS.value),),
+            q=q, k=k, scale_ptr=scale, bias_ptr=bias, own_reference=scratch.own_reference, queries=m, keys=n,
+            q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+            k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=3)
     kept = scratch.row_parts[0] if scratch.kept is None else scratch.kept  # any tensor where nothing is kept
     launch(kernels.forward, grid,
         q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias, own_reference=scratch.own_reference,
@@ -247,18 +248,41 @@ def rows_scratch(rows, keys, device):
     )
 
 
-def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
+def begin_rows(block, first, count, scratch):
+    """Begins `rows_block` of this block with so many of its keys from `first` on, while others are on their way.
+
+    Returns what `rows_block` takes for `begun`: None, as nothing is, unless these keys fill tiles of the forward.
+    """
+    if not count or first % kernels.FORWARD_KEYS.value or count % kernels.FORWARD_KEYS.value:
+        return None
+    _forward_keys(block, scratch, first, first + count)
+    return first, first + count
+
+
+def _forward_keys(block, scratch, start, stop, referenced=False):
+    """`_forward_panel` of the keys from `start` on, which begin a tile, before `stop`."""
+    own = vars(scratch) | {
+        "row_parts": [part[start // kernels.FORWARD_KEYS.value :] for part in scratch.row_parts],
+        "kept": panel_columns(scratch.kept, start, scratch.kept.shape[1] - start),
+    }
+    _forward_panel(block.panel(0, block.q.shape[0], start, stop - start), SimpleNamespace(**own), referenced)
+
+
+def rows_block(block, dq, dk, scratch, fresh_dk=False, begun=None, arrive=None):
     """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then sum_i g_ij q_i added to dk,
     as in `backward_block`, and dq = sum_j g_ij k_j. The block has all keys. dk: the sums for those of each rank, as
-    triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. arrive(): called
-    behind all sums for dk but the last.
+    triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. begun: the first
+    and the last + 1 of the keys that `begin_rows` has seen. arrive(): called behind all sums for dk but the last.
 
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
     """
     part, key0, fresh_queries, (q, k, scale, bias, *_) = block, 0, True, block
     m, n, g, share, positive = q.shape[0], k.shape[0], scratch.kept, scratch.share, block.positive.unbind()
-    _forward_panel(block, scratch)
+    before, behind = begun or (0, 0)
+    for start, stop in ((0, before), (behind, n)):
+        if start < stop:
+            _forward_keys(block, scratch, start, stop, referenced=begun is not None)
     launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
         row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
         query_mantissa=part.queries.mantissa, queries=m, row_parts=cdiv(n, kernels.FORWARD_KEYS.value),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "a79decf263a78282e89e23389f3cf83024056ee94e1e8e7ba1039ba9129e3e27",
+    "digest": "73dbb3305d759d6d43039756568559fb86c4be4dcb697c5a4a1014172ef1d7c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -149,6 +149,9 @@ def schedule_context(
         **(_OF_ALL_QUERIES if plan.traits.at_once else _OF_EACH_QUERY),
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
+        "and_referenced": ", referenced=False" * plan.rows,
+        "about_referenced": " referenced: its queries have their references." * plan.rows,
+        "own_references": _unless("referenced", launch["row_references"]) if plan.rows else ABSENT,
         "inner_of_library": _WHOLE if plan.narrow_products else f"inner if g.stride(1) != 1 else {_WHOLE}",
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
@@ -345,6 +348,11 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
     ]
+
+
+def _unless(known: str, launch: str) -> str:
+    inner = launch.replace("\n", "\n    ")
+    return f"if not {known}:\n        {inner}"
 
 
 def _rows_buffers(plan: Plan) -> list[str]:

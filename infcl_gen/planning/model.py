@@ -167,6 +167,15 @@ class CostModel:
         first_s = math.fsum(time_s for part, time_s in parts if part == "first")
         return hops_s, first_s / self.panels(phase, sizes)
 
+    def begun_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
+        """Seconds of the work beside which a whole gather's keys come: of the first row of panels the forward over the
+        own keys, which must fill its tiles."""
+        tile = self.choice.blocks.get("forward", NO_BLOCK).keys
+        if not self.table.whole or self.keys % tile:
+            return 0.0
+        forward_s = math.fsum(phase.time_s for phase in times if phase.name in ("forward product", "kept tiles"))
+        return forward_s / self.table.world_size / -(-self.rows // sizes.panel_rows)
+
     def left_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
         """Seconds of the products behind which late sums go home: of the last row of panels that for the own keys, and
         dq."""
@@ -297,13 +306,13 @@ class CostModel:
         Work waits for messages that take longer than it does, and for sums that take longer than the work before it
         adds to them (a panel's forward product; in backward its gradient and dq). A step without work waits for all.
         """
-        left_s = self.left_s(kernels, sizes)
+        left_s, begun_s = self.left_s(kernels, sizes), self.begun_s(kernels, sizes)
         for phase, steps in self._sent.items():
             hops_s, first_s = self.work_s(phase, kernels, sizes)
             exposed_s, sent = 0.0, 0
             for times, part, late, all_s, sums_s, size in steps:
-                beside_s = left_s if late else part * hops_s
-                waited_s = max(0.0, sums_s - part * first_s, all_s - beside_s) if part else all_s
+                beside_s = left_s if late else begun_s if self.table.whole else part * hops_s
+                waited_s = max(0.0, sums_s - part * first_s, all_s - beside_s)
                 exposed_s += times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
                 sent += times * size
             yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, sent)

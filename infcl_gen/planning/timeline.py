@@ -79,6 +79,7 @@ class Work(NamedTuple):
 
     first_s: float  # kernels of all hops before these add to travelling sums
     rest_s: float  # their other kernels
+    begun_s: float  # of the first, before keys of other ranks are there
     left_s: float  # after late messages have started
     last_s: float  # after the last hop, before the sums are home
     home_s: float  # after the sums are home
@@ -107,8 +108,9 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     found = {}
     for phase in ("forward", "backward"):
         hops_s, first_s = model.work_s(phase, plan.phases, plan)
-        left_s, launches = model.left_s(plan.phases, plan), model.launches(phase, plan)
-        found[phase] = Work(first_s, max(0.0, hops_s - first_s), left_s, 0.0, 0.0, launches)
+        begun_s, left_s = model.begun_s(plan.phases, plan), model.left_s(plan.phases, plan)
+        rest_s, launches = max(0.0, hops_s - first_s), model.launches(phase, plan)
+        found[phase] = Work(first_s, rest_s, begun_s, left_s, 0.0, 0.0, launches)
     times = {phase.name: phase.time_s for phase in plan.phases}
     # Queries are finished before the sums of keys are home, keys after.
     queries_s, keys_s = (
@@ -174,8 +176,10 @@ class _Step:
         for number, step in enumerate(self._table.steps(phase)):
             before, part = list(self._kernels), self._table.work(step)
             first_s, rest_s = part * work.first_s, part * work.rest_s
+            if step.begins:
+                first_s = work.begun_s
             if step.late:
-                first_s, rest_s = first_s + rest_s - work.left_s, work.left_s
+                first_s, rest_s = first_s + rest_s - work.begun_s - work.left_s, work.left_s
             if step.owner is not None:
                 keys = arrived.get((step.unchanged_from, "unchanged"), self._nothing)
                 self._part(phase, hop, part * FIRST_LAUNCHES, first_s, keys)

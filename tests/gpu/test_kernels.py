@@ -252,6 +252,7 @@ def test_several_rows_of_panels() -> None:
     made = Made("rows", "infonce", "bf16", 768, rows=16384, small=False, settings=(("panel_rows", "4096"),))
     for scale, features in ((14.3, "unit"), (100.0, "matched"), (1000.0, "unnormalised")):
         checks.numerics(made, Case(10001, 12007, 0, scale=scale, features=features, layout="sliced"), "cuda")
+    checks.begun_rows(made, "cuda")
 
 
 @pytest.mark.parametrize("made", ONE_OF_EACH, ids=lambda made: f"{made.strategy}-{made.loss}-{made.dtype}")

@@ -674,7 +674,9 @@ def rows_without_partners(made: Made, device: str = "cpu") -> None:
         assert loss.isfinite() and dq.isfinite().all()
 
 
-def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu") -> None:
+def over_ranks(
+    made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu", scale: float = 14.3
+) -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
     order, unless each rank needs its queries' own keys: the gate holds, nothing outside a buffer is overwritten, and
     gradients have one scratch for all hops."""
@@ -687,7 +689,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     table = dataclasses.replace(inner.table, transport="gather" if gathers else "ring", **how)
     batches = []
     for number, shards in enumerate(rows):
-        case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
+        case = fitting(package, Case(sum(shards), sum(shards), 0, scale=scale, seed=number))
         batches.append(inputs_of(package, case, device))
         if inner.traits.triangle and inner.traits.labels:  # a row's other view is on any rank, or must be on its own
             labels = neighbours(sum(shards)).to(device) if inner.traits.mutual else batches[-1].positives()
@@ -715,6 +717,23 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
         judged = gate(averaged(parts), truth_of(package, inputs))
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"
+
+
+def begun_over_ranks(made: Made, shards: list[int], begun: list[bool], device: str = "cpu") -> None:
+    """Of a gather: each rank begins with its own keys, of so many, where they fill tiles; `begun` of each rank in the
+    order of their keys. Keys of others are NaN till they come."""
+    schedule: Any = module(made)._schedule
+    begin, found = schedule.begin_rows, dict[int, bool]()
+
+    def begin_rows(block: Any, first: int, count: int, scratch: Any) -> Any:
+        seen = begin(block, first, count, scratch)
+        found[first] = seen is not None
+        return seen
+
+    for scale in (14.3, 1000.0):
+        with unittest.mock.patch.object(schedule, "begin_rows", begin_rows):
+            over_ranks(made, len(shards), [shards[::-1]], True, device, scale)
+        assert [found[first] for first in sorted(found)] == begun, f"begun {found}"
 
 
 def forward_with_gradients_over_ranks(made: Made, shards: list[int], device: str = "cpu") -> None:
@@ -952,6 +971,33 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
         truth[:, 0] -= 1
         torch.testing.assert_close(sums[1].double(), truth.T @ q.double(), rtol=2e-2, atol=1e-6)
         torch.testing.assert_close(sums[0].double(), truth @ k.double(), rtol=2e-2, atol=1e-6)
+
+
+def begun_rows(made: Made, device: str = "cpu") -> None:
+    """A row of panels that begins with keys in whole tiles, while others are NaN, has the gradients of all."""
+    package = module(made)
+    schedule, runtime = package._schedule, package._runtime
+    tile, rows = schedule.kernels.FORWARD_KEYS.value, min(300, schedule.PANEL_ROWS)
+    one = torch.ones((), device=device)
+    for first, count, keys in ((0, tile, 3 * tile), (tile, 2 * tile, 4 * tile - 6), (2 * tile, tile, 3 * tile)):
+        inputs = tensors(fitting(package, Case(rows, keys, 0, scale=20.0, seed=first)), "label", device)
+        labels = inputs.positives()
+        room = -(-keys // schedule.LIBRARY_MULTIPLE) * schedule.LIBRARY_MULTIPLE
+        dq, dk = (torch.empty(n, made.dim, device=device) for n in (rows, room))
+        coming, positive = inputs.k.clone(), torch.full((schedule.POSITIVE_PARTS, rows), math.nan, device=device)
+        coming[:first], coming[first + count :] = math.nan, math.nan
+        pair = runtime.statistics.view(torch.empty(2, rows, device=device))
+        block = runtime.package.Block(inputs.q, coming, 20.0 * one, 0 * one, labels, 0, pair, None, positive)
+        scratch = schedule.rows_scratch(rows, keys, inputs.q.device)
+        begun = schedule.begin_rows(block, first, count, scratch)
+        assert begun == (first, first + count)
+        coming.copy_(inputs.k)
+        schedule.rows_block(block, dq, [(dk, 0, keys)], scratch, fresh_dk=True, begun=begun)
+        q, k = inputs.q.double(), inputs.k.double()
+        g = torch.softmax(20.0 * q @ k.T, 1) - torch.nn.functional.one_hot(labels, keys)
+        for name, found, truth in (("dq", dq, g @ k), ("dk", dk[:keys], g.T @ q)):
+            error = float((found - truth).norm() / truth.norm())
+            assert error < 1e-2, f"{name}, keys {first} to {first + count} of {keys} first: an error of {error:.1e}"
 
 
 def shares_of_a_long_strip(made: Made, device: str = "cpu") -> None:

@@ -109,6 +109,7 @@ NEVER_FLAGGED = ("kernels.py", "(least < SMALLEST_SUM) | (most > LARGEST_SUM)", 
 MASKED = "MASKED=m % rows != 0 or n % columns != 0"
 
 RANKS = (3, [[70, 10, 60]])
+BEGUN = ([64, 70, 64], [True, False, False])  # keys of each rank, and whether its work begins with them
 
 BUGS: dict[str, Bug] = {
     "a ring has room for a panel of its own keys only": Bug(
@@ -775,6 +776,27 @@ BUGS: dict[str, Bug] = {
         checks.over_ranks,
         RANKS,
         "loss",
+    ),
+    "keys that come have references of their own": Bug(
+        ROWS_OF_A_GATHER,
+        (("schedule.py", "referenced=begun is not None", "referenced=False"),),
+        checks.begun_over_ranks,
+        BEGUN,
+        "dq",
+    ),
+    "sums over keys that come replace those over the own ones": Bug(
+        ROWS_OF_A_GATHER,
+        (("schedule.py", "part[start // kernels.FORWARD_KEYS.value :]", "part"),),
+        checks.begun_over_ranks,
+        BEGUN,
+        "loss",
+    ),
+    "a gather begins with keys that share a tile with others": Bug(
+        ROWS_OF_A_GATHER,
+        (("schedule.py", "if not count or first % kernels.FORWARD_KEYS.value or", "if not count or"),),
+        checks.begun_over_ranks,
+        BEGUN,
+        "begun",
     ),
     "the products of a gather begin with the first keys for each rank": Bug(
         ROWS_OF_A_GATHER,

@@ -19,7 +19,7 @@ ROWS = Made("rows", "infonce")
     "check",
     [
         *(checks.rows_of_panels, checks.labels_without_a_key, checks.sampled_references),
-        *(checks.gradients_in_a_recording, checks.shares_of_a_long_strip),
+        *(checks.gradients_in_a_recording, checks.shares_of_a_long_strip, checks.begun_rows),
     ],
 )
 def test_rows_of_panels(interpreted: Interpreter, check: Callable[..., None]) -> None:
@@ -35,6 +35,13 @@ def test_rows_of_panels_with_weights_or_means(interpreted: Interpreter, loss: st
 
 def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None:
     interpreted(checks.over_ranks, ROWS, 3, [[70, 10, 60], [0, 100, 3]])
+
+
+@pytest.mark.parametrize("loss", ["infonce", "rince", "smooth"])
+def test_a_gather_begins_with_the_own_keys(interpreted: Interpreter, loss: str) -> None:
+    """64 of them are a tile. Elsewhere tiles would hold keys of two ranks."""
+    made = Made("rows", loss, devices=4, settings=(("transport", "gather"),))
+    interpreted(checks.begun_over_ranks, made, [64, 128, 70, 64], [True, True, False, False])
 
 
 @pytest.mark.parametrize("loss", ["infonce", "smooth"])

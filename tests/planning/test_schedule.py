@@ -99,14 +99,16 @@ def test_halves_of_the_queries_are_all_of_them(rows: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 16])
-def test_a_whole_gather_works_once_all_keys_are_there(world: int) -> None:
-    """Forward has two batches of messages, keys before all work and sums late in it; backward has neither. For another
-    number of ranks it is a ring with the sums in backward."""
+def test_a_whole_gather_begins_with_the_own_keys(world: int) -> None:
+    """Forward has two batches of messages, keys beside the first work and sums late in the last; backward has neither.
+    For another number of ranks it is a ring with the sums in backward."""
     table = gather_table(world, has_keys=False).as_whole()
     walked = walk(table)
     assert walked["forward"].transfers == 2 * (world - 1) and walked["backward"].transfers == 0
     first, *works, own, last = table.steps("forward")
-    assert first.owner is None and first.sends and all(step.unchanged_from == 0 and not step.sends for step in works)
+    assert first.owner == HERE and first.begins and {sent.name for sent in first.sends} == {"keys"}
+    assert not any(step.begins or step.sends or step.unchanged_from for step in works)
+    assert table.visits("forward") == world == table.hops("forward") - 1
     assert own.owner == HERE and own.late and {sent.name for sent in own.sends} == {"key gradients"}
     assert last.owner is None and not last.sends
     other = table.over(world + 1)

@@ -59,14 +59,15 @@ SMALL = {"batch_size": 4096, "dim": 64, "device_profile": "h200"}  # kernels tha
 
 
 def for_gpus(folder: Path, world: int) -> list[ModuleType]:
-    """bf16: each strategy that a ring can have, each way that keys can travel, and a gather with statistics of keys and
-    one without; fp32 as split operands.
+    """bf16: each strategy that a ring can have, each way that keys can travel, and a gather with statistics of keys,
+    one without and one of whole rows; fp32 as split operands.
     Few: every one takes some 20 s to compile."""
     gather, nodes = ({}, 1) if world == 1 else ({"transport": "gather"}, 2)
     panels = {"strategy": "panel", "panel_rows": "256", "panel_keys": "256"}  # several at a hop
     wanted: dict[str, dict[str, Any]] = {
         "gather": {"devices": world, "set": {**panels, **gather}},
         "gather_of_rows": {"devices": world, "loss": "infonce", "set": {"strategy": "fused", **gather}},
+        "gather_by_rows": {"devices": world, "loss": "infonce", "set": {"strategy": "rows", **gather}},
         "nodes": {"devices": world, "nodes": nodes, "set": {"strategy": "fused"}},
         "flat": {"dtype": "fp32"},
     }

@@ -251,25 +251,29 @@ def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> Sa
 
 
 def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
-    """Rows of panels over the keys of all ranks, of which work has the sums for dk of each. Those for others
-    go home beside the last products."""
+    """Rows of panels over the keys of all ranks, of which work has the sums for dk of each. The first row begins with
+    the own keys, while others come. Sums for others go home beside the last products."""
     package, layout, saved, q = sweep.package, sweep.layout, sweep.saved, sweep.call.q
     table, schedule, (dq, dk) = _table(package, layout, weighting.gradients), package.schedule, weighting.kept(saved)
     tensors, sums, of_keys = _tensors(sweep, table), dict[int, Tensor | None](), weighting.products.of_keys
-    means = sweep.means
+    means, step, keys = sweep.means, min(schedule.PANEL_ROWS, q.shape[0]), sum(layout.keys)
+    block, scratch, begun = sweep.block(0, tensors.kept["keys"], saved.of_keys, None), None, None
     trip = Trip(group, table, "forward", layout, tensors)
     for owner in trip:
+        if trip.begins and q.shape[0]:
+            scratch = schedule.rows_scratch(step, keys, q.device)
+            own_keys = layout.key_offset(owner), layout.keys[owner]
+            begun = schedule.begin_rows(block.panel(0, step, 0, keys), *own_keys, scratch)
+        if trip.begins:
+            continue
         sums[owner] = trip["key gradients"] if of_keys else None
         if means is not None and of_keys and q.shape[0]:
             means.work(trip, fresh=True)
         if len(sums) < group.size or not q.shape[0]:
             continue
-        step, keys = min(schedule.PANEL_ROWS, q.shape[0]), sum(layout.keys)
         if means is not None:
             means.see(panel(tensors.kept["keys"], 0, keys))
         total = weighting.query_sums(dq, step)
-        block = sweep.block(0, tensors.kept["keys"], saved.of_keys, None)
-        scratch = schedule.rows_scratch(step, keys, q.device)
         of_ranks = [(sums[rank], layout.key_offset(rank), count) for rank, count in enumerate(layout.keys)]
         of_ranks = [of_ranks[rank] for rank in sums if of_keys and layout.keys[rank]]  # the own ones last
         for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
@@ -277,8 +281,9 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
             # Without own keys the last of `of_ranks` is another rank's: its sums leave behind all work.
             last = start + count == q.shape[0] and layout.keys[layout.rank] > 0
             arrive = trip.arrive if last else None
-            schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0, arrive=arrive)
-        del scratch  # its memory is for the results
+            how = {"fresh_dk": start == 0, "begun": begun if start == 0 else None, "arrive": arrive}
+            schedule.rows_block(part, own, of_ranks, scratch, **how)
+        scratch = None  # its memory is for the results
     if dk is not None:
         if means is not None:
             means.arrived(trip)

@@ -11,8 +11,8 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
               the nodes; then all ranks send to the next node at once.
     gather    Each rank sends its keys to all others, beside the work on them. Sums go to their owner, or to all ranks
               if backward reads them. Backward works on the own keys last, while sums for others go home.
-              A `whole` one begins forward's work once all keys are there. It ends with the own keys, and sums for
-              others go home beside what is left then.
+              A `whole` one works on all keys at once in forward, and has their sums: it begins with the own keys, while
+              others come. It ends with them, and sums for others go home beside what is left then.
     none      One device.
 
 A forward that has the sums for dk, and is not `whole`, works on the own keys twice: with half of its queries while the
@@ -110,6 +110,7 @@ class Step(NamedTuple):
     halved: bool = False  # the owner meets this rank's keys, too: of their pairs each computes its share
     part: int = 0  # of this rank's queries the first half works (1), the others (2), or all (0)
     late: bool = False  # `sends` start behind a part of this step's work, too
+    begins: bool = False  # work on these keys that a later step ends, which has the sums
 
     def share(self, rank: int, owner: int, rows: int, keys: int) -> Share:
         """What `rank` computes of the pairs of its `rows` and the owner's `keys`.
@@ -135,7 +136,7 @@ class Table:
     devices_per_node: int
     keeps: bool  # of a ring: the keys that forward ends with stay for backward
     travelling: tuple[Travelling, ...]
-    whole: bool = False  # a gather's forward works on the keys of all ranks at once, and has their gradients
+    whole: bool = False  # a gather's forward works on the keys of all ranks at once, and has the sums for dk
     triangle: bool = False  # queries are keys of each other
 
     @property
@@ -214,18 +215,18 @@ class Table:
 
     def visits(self, phase: str) -> int:
         """How many ranks' keys a rank works on."""
-        return sum(step.owner is not None and step.part < 2 for step in self.steps(phase))
+        return len({step.owner for step in self.steps(phase)} - {None})
 
     def adds(self, step: Step) -> bool:
         """Whether a step's work adds to summed tensors: a triangle's own rows have theirs with the queries."""
-        return step.owner is not None and not (self.triangle and step.owner == HERE)
+        return step.owner is not None and not step.begins and not (self.triangle and step.owner == HERE)
 
     def work(self, step: Step) -> float:
         """The part of a rank's pairs that a step computes."""
         if step.owner is None:
             return 0.0
         if self.whole:
-            return float(step.late)  # once all keys are there
+            return float(step.late)  # with what the first step begins
         if step.part:
             return 0.5 / self.world_size
         return (2 if self.adds(step) and self.triangle and not step.halved else 1) / self.world_size
@@ -361,7 +362,7 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
     copies = tuple(Copy(name, OWN, ALL) for name in names)
     home = _home(table, "forward")
     if table.whole:
-        steps = [Step(None, ALL, ALL, False, sends, copies=copies), *_of_others(table)]
+        steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, begins=True), *_of_others(table)]
         ends = Step(HERE, ALL, ALL, True, home, late=True, unchanged_from=0)
         return (*steps, ends, *[Step(None, sums_from=len(steps))] * bool(home))
     steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, part=int(table.begins_and_ends_here))]

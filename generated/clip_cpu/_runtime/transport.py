@@ -120,6 +120,11 @@ class Trip:
         """Whether this step's work adds to summed tensors."""
         return self._table.adds(self._step)
 
+    @property
+    def begins(self) -> bool:
+        """Whether this step begins work that a later one ends."""
+        return self._step.begins
+
     def _start(self) -> None:
         if self._pending is None:
             return
