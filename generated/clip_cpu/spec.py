@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "71db2c6c69e35417b49d2baa1c7c8a5719755484bcbc3d0855f9444b293c5883",
+    "digest": "13188e12961a514f24375fb37c0514254f74abc612299bfe5f83c492a6772ab8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

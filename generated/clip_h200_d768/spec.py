@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "528fcba7eec95c9a9de02624838892a81c7e8fb93511db8bf6973e01e7d74962",
+    "digest": "0d85b8cfde5bc2ec385df34a834ea107f5caa3aa435a33ba850a13a3693c0993",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -114,7 +114,7 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["queries", "keys"])
 def row_references(q, k, scale_ptr, bias_ptr, own_reference, queries, keys, q_row_stride, q_depth_stride,
         k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """The reference of each query: the largest y of SAMPLE_KEYS keys, spread over all, as an integer.
+    """The reference of each query: the largest y of SAMPLE_KEYS keys, spread over those given, as an integer.
 
     A row's sum is at least half its 2^reference. A sample that misses the largest y by too much is found in `shares`.
     """
@@ -418,9 +418,9 @@ def gradient_positives(labels, first_key, positive_z, positive_row_reference, sc
 def shares(query_exponent, query_mantissa, positive_z, own_reference, share, flags, queries, keys, strip):
     """share_i = QUERY_SHARE * 2^reference / (the sum of row i): g = share_i p of the forward's p = 2^(y - reference).
 
-    The statistics of the rows are complete. A program has the rows of one strip of the forward. If one of them lies
-    more than ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up:
-    `gradient_wide` follows, which writes g itself, and every share is 1. A positive that is not in `positive_z`,
+    The statistics of the rows are complete. A program has the rows of one strip. If one of them lies more than
+    ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up: `gradient_wide`
+    follows, with the same strips, and writes g itself; every share is 1. A positive that is not in `positive_z`,
     as no key has its label, makes its row NaN.
     """
     ROWS: tl.constexpr = 1024  # at a time: by 128, a load behind the other, 8192 rows take 50 us instead of 12

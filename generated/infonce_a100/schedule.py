@@ -241,6 +241,8 @@ def rows_scratch(rows, keys, device):
         flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
         # p of each pair, in whole tiles: no store needs a mask
         kept=torch.empty(shape, dtype=OPERAND_DTYPE, device=device),
+        # the keys that `begin_rows` has seen: the first, and the last + 1
+        begun=None,
         # of each query: g = share * p
         share=torch.empty(rows, dtype=torch.float32, device=device),
         # queries times their shares
@@ -251,38 +253,41 @@ def rows_scratch(rows, keys, device):
 def begin_rows(block, first, count, scratch):
     """Begins `rows_block` of this block with so many of its keys from `first` on, while others are on their way.
 
-    Returns what `rows_block` takes for `begun`: None, as nothing is, unless these keys fill tiles of the forward.
+    Those in tiles of the forward with other keys wait for them.
     """
-    if not count or first % kernels.FORWARD_KEYS.value or count % kernels.FORWARD_KEYS.value:
-        return None
-    _forward_keys(block, scratch, first, first + count)
-    return first, first + count
+    tile = kernels.FORWARD_KEYS.value
+    start, stop = cdiv(first, tile) * tile, (first + count) // tile * tile
+    if start < stop:
+        _forward_keys(block, scratch, start, stop)
+        scratch.begun = start, stop
 
 
-def _forward_keys(block, scratch, start, stop, referenced=False):
-    """`_forward_panel` of the keys from `start` on, which begin a tile, before `stop`."""
+def _forward_keys(block, scratch, start, stop):
+    """`_forward_panel` of the keys from `start` on, where a tile begins, before `stop`."""
     own = vars(scratch) | {
-        "row_parts": [part[start // kernels.FORWARD_KEYS.value :] for part in scratch.row_parts],
-        "kept": panel_columns(scratch.kept, start, scratch.kept.shape[1] - start),
+        "row_parts": [panel(part, start // kernels.FORWARD_KEYS.value, part.shape[0]) for part in scratch.row_parts],
+        "kept": panel_columns(scratch.kept, start, scratch.kept.shape[1]),
     }
-    _forward_panel(block.panel(0, block.q.shape[0], start, stop - start), SimpleNamespace(**own), referenced)
+    part = block.panel(0, block.q.shape[0], start, stop - start)
+    _forward_panel(part, SimpleNamespace(**own), referenced=scratch.begun is not None)
 
 
-def rows_block(block, dq, dk, scratch, fresh_dk=False, begun=None, arrive=None):
+def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
     """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then sum_i g_ij q_i added to dk,
     as in `backward_block`, and dq = sum_j g_ij k_j. The block has all keys. dk: the sums for those of each rank, as
-    triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. begun: the first
-    and the last + 1 of the keys that `begin_rows` has seen. arrive(): called behind all sums for dk but the last.
+    triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. arrive(): called
+    behind all sums for dk but the last. What `begin_rows` has begun in `scratch` is not computed again.
 
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
     """
     part, key0, fresh_queries, (q, k, scale, bias, *_) = block, 0, True, block
     m, n, g, share, positive = q.shape[0], k.shape[0], scratch.kept, scratch.share, block.positive.unbind()
-    before, behind = begun or (0, 0)
+    before, behind = scratch.begun or (0, 0)
     for start, stop in ((0, before), (behind, n)):
         if start < stop:
-            _forward_keys(block, scratch, start, stop, referenced=begun is not None)
+            _forward_keys(block, scratch, start, stop)
+    scratch.begun = None
     launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
         row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
         query_mantissa=part.queries.mantissa, queries=m, row_parts=cdiv(n, kernels.FORWARD_KEYS.value),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "73dbb3305d759d6d43039756568559fb86c4be4dcb697c5a4a1014172ef1d7c6",
+    "digest": "b119ee3bf12cdb93c6fd511939c6f7022e5295516904332c8b93f013498b7c8e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

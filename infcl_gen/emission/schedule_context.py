@@ -360,6 +360,7 @@ def _rows_buffers(plan: Plan) -> list[str]:
     found = [
         *_sums_of_a_panel(plan),
         ("kept", "p of each pair, in whole tiles: no store needs a mask", kept, True),
+        ("begun", "the keys that `begin_rows` has seen: the first, and the last + 1", "None", True),
         ("share", "of each query: g = share * p", _new("rows"), True),
         ("weighted", "queries times their shares", _new("rows, DIM", "OPERAND_DTYPE"), plan.of_keys),
     ]

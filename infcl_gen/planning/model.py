@@ -168,13 +168,14 @@ class CostModel:
         return hops_s, first_s / self.panels(phase, sizes)
 
     def begun_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
-        """Seconds of the work beside which a whole gather's keys come: of the first row of panels the forward over the
-        own keys, which must fill its tiles."""
-        tile = self.choice.blocks.get("forward", NO_BLOCK).keys
-        if not self.table.whole or self.keys % tile:
+        """Seconds of the early work, beside which a whole gather's keys come: the forward of the first row of panels
+        over the own keys that fill its tiles."""
+        if not self.table.whole:
             return 0.0
         forward_s = math.fsum(phase.time_s for phase in times if phase.name in ("forward product", "kept tiles"))
-        return forward_s / self.table.world_size / -(-self.rows // sizes.panel_rows)
+        tile = self.choice.blocks.get("forward", NO_BLOCK).keys
+        own = self.keys // tile * tile / (self.keys * self.table.world_size)
+        return forward_s * own * min(sizes.panel_rows, self.rows) / self.rows
 
     def left_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
         """Seconds of the products behind which late sums go home: of the last row of panels that for the own keys, and
@@ -237,17 +238,16 @@ class CostModel:
         return {"triton": peak.value * 1e12 * by_triton * reached, "product": peak.value * 1e12 * product * reached}
 
     @functools.cached_property
-    def _sent(self) -> dict[str, list[tuple[int, float, bool, float, float, int]]]:
-        """By phase, of each kind of step: how many there are, the part of a rank's work that it has, whether messages
-        are late in it, their seconds, seconds until the sums arrive that this work adds to, and bytes. Empty on one
-        device."""
+    def _sent(self) -> dict[str, list[tuple[int, Step, float, float, int]]]:
+        """By phase, of each kind of step: how many there are, the step, seconds of its messages, seconds until the sums
+        arrive that its work adds to, and bytes. Empty on one device."""
         table, cluster = self.table, self.cluster
         node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
         links = {
             "device": (cluster.link_gbs.value, cluster.latency_us.value),
             "node": (node_gbs, cluster.node_latency_us.value),  # all devices of a node send at once
         }
-        found: dict[str, list[tuple[int, float, bool, float, float, int]]] = {}
+        found: dict[str, list[tuple[int, Step, float, float, int]]] = {}
         for phase in ("forward", "backward") if table.world_size > 1 else ():
             found[phase] = []
             for step, count in kinds(table, phase).items():
@@ -264,7 +264,7 @@ class CostModel:
                         total += size
                         if role == "summed" and step.sums_from == 0 and table.adds(step):  # its work waits for them
                             sums_s = elapsed_s
-                found[phase].append((count, table.work(step), step.late, elapsed_s, sums_s, total))
+                found[phase].append((count, step, elapsed_s, sums_s, total))
         return found
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
@@ -304,14 +304,16 @@ class CostModel:
         """The communication of each phase that is not hidden beside work, which it slows down.
 
         Work waits for messages that take longer than it does, and for sums that take longer than the work before it
-        adds to them (a panel's forward product; in backward its gradient and dq). A step without work waits for all.
+        adds to them (a panel's forward product; in backward its gradient and dq). Early work ends in a later step. A
+        step without work waits for all.
         """
         left_s, begun_s = self.left_s(kernels, sizes), self.begun_s(kernels, sizes)
         for phase, steps in self._sent.items():
             hops_s, first_s = self.work_s(phase, kernels, sizes)
             exposed_s, sent = 0.0, 0
-            for times, part, late, all_s, sums_s, size in steps:
-                beside_s = left_s if late else begun_s if self.table.whole else part * hops_s
+            for times, step, all_s, sums_s, size in steps:
+                part = self.table.work(step)
+                beside_s = left_s if step.late else begun_s if step.early else part * hops_s
                 waited_s = max(0.0, sums_s - part * first_s, all_s - beside_s)
                 exposed_s += times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
                 sent += times * size
@@ -338,7 +340,7 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
         waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
         owner = step.owner and (ACROSS["device"] if table.triangle and table.adds(step) else HERE)
         kind = Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])
-        counts[kind._replace(halved=step.halved, part=step.part, late=step.late)] += 1
+        counts[kind._replace(halved=step.halved, part=step.part, late=step.late, early=step.early)] += 1
     return counts
 
 

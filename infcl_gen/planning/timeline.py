@@ -176,8 +176,8 @@ class _Step:
         for number, step in enumerate(self._table.steps(phase)):
             before, part = list(self._kernels), self._table.work(step)
             first_s, rest_s = part * work.first_s, part * work.rest_s
-            if step.begins:
-                first_s = work.begun_s
+            if step.early:  # behind its messages
+                rest_s = work.begun_s
             if step.late:
                 first_s, rest_s = first_s + rest_s - work.begun_s - work.left_s, work.left_s
             if step.owner is not None:

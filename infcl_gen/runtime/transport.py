@@ -121,9 +121,9 @@ class Trip:
         return self._table.adds(self._step)
 
     @property
-    def begins(self) -> bool:
+    def early(self) -> bool:
         """Whether this step begins work that a later one ends."""
-        return self._step.begins
+        return self._step.early
 
     def _start(self) -> None:
         if self._pending is None:

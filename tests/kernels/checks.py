@@ -719,18 +719,18 @@ def over_ranks(
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"
 
 
-def begun_over_ranks(made: Made, shards: list[int], begun: list[bool], device: str = "cpu") -> None:
-    """Of a gather: each rank begins with its own keys, of so many, where they fill tiles; `begun` of each rank in the
-    order of their keys. Keys of others are NaN till they come."""
+def begun_over_ranks(made: Made, shards: list[int], begun: list[tuple[int, int] | None], device: str = "cpu") -> None:
+    """Of a gather: ranks begin with those of their own keys, of so many, that fill tiles. `begun` has the first and the
+    last + 1 of each rank with queries. Keys of others are NaN till they come."""
     schedule: Any = module(made)._schedule
-    begin, found = schedule.begin_rows, dict[int, bool]()
-
-    def begin_rows(block: Any, first: int, count: int, scratch: Any) -> Any:
-        seen = begin(block, first, count, scratch)
-        found[first] = seen is not None
-        return seen
-
+    begin = schedule.begin_rows
     for scale in (14.3, 1000.0):
+        found = dict[int, tuple[int, int] | None]()
+
+        def begin_rows(block: Any, first: int, count: int, scratch: Any, found: Any = found) -> None:
+            begin(block, first, count, scratch)
+            found[first] = scratch.begun
+
         with unittest.mock.patch.object(schedule, "begin_rows", begin_rows):
             over_ranks(made, len(shards), [shards[::-1]], True, device, scale)
         assert [found[first] for first in sorted(found)] == begun, f"begun {found}"
@@ -974,30 +974,44 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
 
 
 def begun_rows(made: Made, device: str = "cpu") -> None:
-    """A row of panels that begins with keys in whole tiles, while others are NaN, has the gradients of all."""
+    """A row of panels that begins with keys in whole tiles, while others are NaN, has the gradients of all. Strips of
+    its parts differ in length; of large logits some are computed again."""
     package = module(made)
-    schedule, runtime = package._schedule, package._runtime
-    tile, rows = schedule.kernels.FORWARD_KEYS.value, min(300, schedule.PANEL_ROWS)
-    one = torch.ones((), device=device)
-    for first, count, keys in ((0, tile, 3 * tile), (tile, 2 * tile, 4 * tile - 6), (2 * tile, tile, 3 * tile)):
-        inputs = tensors(fitting(package, Case(rows, keys, 0, scale=20.0, seed=first)), "label", device)
-        labels = inputs.positives()
-        room = -(-keys // schedule.LIBRARY_MULTIPLE) * schedule.LIBRARY_MULTIPLE
-        dq, dk = (torch.empty(n, made.dim, device=device) for n in (rows, room))
-        coming, positive = inputs.k.clone(), torch.full((schedule.POSITIVE_PARTS, rows), math.nan, device=device)
-        coming[:first], coming[first + count :] = math.nan, math.nan
-        pair = runtime.statistics.view(torch.empty(2, rows, device=device))
-        block = runtime.package.Block(inputs.q, coming, 20.0 * one, 0 * one, labels, 0, pair, None, positive)
-        scratch = schedule.rows_scratch(rows, keys, inputs.q.device)
-        begun = schedule.begin_rows(block, first, count, scratch)
-        assert begun == (first, first + count)
-        coming.copy_(inputs.k)
-        schedule.rows_block(block, dq, [(dk, 0, keys)], scratch, fresh_dk=True, begun=begun)
-        q, k = inputs.q.double(), inputs.k.double()
-        g = torch.softmax(20.0 * q @ k.T, 1) - torch.nn.functional.one_hot(labels, keys)
-        for name, found, truth in (("dq", dq, g @ k), ("dk", dk[:keys], g.T @ q)):
-            error = float((found - truth).norm() / truth.norm())
-            assert error < 1e-2, f"{name}, keys {first} to {first + count} of {keys} first: an error of {error:.1e}"
+    schedule, tile, rows = package._schedule, package._schedule.kernels.FORWARD_KEYS.value, 250
+    seen = {
+        (0, tile, 3 * tile, 3): (0, 1),
+        (tile - 5, 2 * tile + 9, 4 * tile - 6, 6): (1, 3),
+        (2 * tile, tile, 3 * tile, 10): (2, 3),
+    }
+    for (first, count, keys, programs), tiles in seen.items():
+        for scale in (20.0, 300.0):
+            inputs = tensors(fitting(package, Case(rows, keys, 0, scale=scale, seed=first)), "label", device)
+            with unittest.mock.patch.multiple(schedule, PANEL_ROWS=256, FORWARD_PROGRAMS=programs):
+                begun, dq, dk = _begun_gradients(package, inputs, first, count)
+            assert begun == tuple(tile * each for each in tiles)
+            q, k, labels = inputs.q.double(), inputs.k.double(), inputs.positives()
+            g = torch.softmax(scale * q @ k.T, 1) - torch.nn.functional.one_hot(labels, keys)
+            for name, found, truth in (("dq", dq, g @ k), ("dk", dk, g.T @ q)):
+                error = float((found - truth).norm() / truth.norm())
+                assert error < 1e-2, f"{name}, {tiles} of {keys} keys first, scale {scale}: an error of {error:.1e}"
+
+
+def _begun_gradients(package: ModuleType, inputs: Inputs, first: int, count: int) -> tuple[Any, Tensor, Tensor]:
+    """The keys with which a row of panels begins, and its sums for dq and dk; other keys come later."""
+    schedule, runtime, (rows, dim), keys = package._schedule, package._runtime, inputs.q.shape, len(inputs.k)
+    scale, zero = (torch.tensor(x, device=inputs.q.device) for x in (inputs.scale, 0.0))
+    room = -(-keys // schedule.LIBRARY_MULTIPLE) * schedule.LIBRARY_MULTIPLE
+    dq, dk = (torch.empty(n, dim, device=inputs.q.device) for n in (rows, room))
+    positive = torch.full((schedule.POSITIVE_PARTS, rows), math.nan, device=inputs.q.device)
+    coming, pair = inputs.k.clone(), runtime.statistics.view(torch.empty(2, rows, device=inputs.q.device))
+    coming[:first], coming[first + count :] = math.nan, math.nan
+    block = runtime.package.Block(inputs.q, coming, scale, zero, inputs.positives(), 0, pair, None, positive)
+    scratch = schedule.rows_scratch(rows, keys, inputs.q.device)
+    schedule.begin_rows(block, first, count, scratch)
+    begun = scratch.begun
+    coming.copy_(inputs.k)
+    schedule.rows_block(block, dq, [(dk, 0, keys)], scratch, fresh_dk=True)
+    return begun, dq, dk[:keys]
 
 
 def shares_of_a_long_strip(made: Made, device: str = "cpu") -> None:

@@ -109,7 +109,7 @@ NEVER_FLAGGED = ("kernels.py", "(least < SMALLEST_SUM) | (most > LARGEST_SUM)", 
 MASKED = "MASKED=m % rows != 0 or n % columns != 0"
 
 RANKS = (3, [[70, 10, 60]])
-BEGUN = ([64, 70, 64], [True, False, False])  # keys of each rank, and whether its work begins with them
+BEGUN = ([64, 70, 128], [(0, 64), (64, 128), (192, 256)])  # keys of each rank, and those with which its work begins
 
 BUGS: dict[str, Bug] = {
     "a ring has room for a panel of its own keys only": Bug(
@@ -779,24 +779,24 @@ BUGS: dict[str, Bug] = {
     ),
     "keys that come have references of their own": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "referenced=begun is not None", "referenced=False"),),
+        (("schedule.py", "referenced=scratch.begun is not None", "referenced=False"),),
         checks.begun_over_ranks,
         BEGUN,
         "dq",
     ),
     "sums over keys that come replace those over the own ones": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "part[start // kernels.FORWARD_KEYS.value :]", "part"),),
+        (("schedule.py", "panel(part, start // kernels.FORWARD_KEYS.value, part.shape[0])", "part"),),
         checks.begun_over_ranks,
         BEGUN,
         "loss",
     ),
     "a gather begins with keys that share a tile with others": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "if not count or first % kernels.FORWARD_KEYS.value or", "if not count or"),),
+        (("schedule.py", "start, stop = cdiv(first, tile) * tile,", "start, stop = first,"),),
         checks.begun_over_ranks,
         BEGUN,
-        "begun",
+        "dq",
     ),
     "the products of a gather begin with the first keys for each rank": Bug(
         ROWS_OF_A_GATHER,

@@ -28,3 +28,4 @@ def test_frozen_sides(interpreted: Interpreter, made: Made) -> None:
 def test_rows_over_ranks(interpreted: Interpreter) -> None:
     made = Made("rows", "infonce", devices=3, settings=(("transport", "gather"),))
     interpreted(checks.frozen_sides_over_ranks, made, [70, 0, 30])
+    interpreted(checks.frozen_sides_over_ranks, made, [64, 128, 64])

@@ -39,15 +39,17 @@ def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None
 
 @pytest.mark.parametrize("loss", ["infonce", "rince", "smooth"])
 def test_a_gather_begins_with_the_own_keys(interpreted: Interpreter, loss: str) -> None:
-    """64 of them are a tile. Elsewhere tiles would hold keys of two ranks."""
+    """With those in tiles of 64 that hold no other rank's. Some have no queries, no keys, or no such tile."""
     made = Made("rows", loss, devices=4, settings=(("transport", "gather"),))
-    interpreted(checks.begun_over_ranks, made, [64, 128, 70, 64], [True, True, False, False])
+    interpreted(checks.begun_over_ranks, made, [64, 128, 70, 64], [(0, 64), (64, 192), (192, 256), None])
+    interpreted(checks.begun_over_ranks, made, [128, 64, 64, 0], [(128, 192), (192, 256), None])
 
 
 @pytest.mark.parametrize("loss", ["infonce", "smooth"])
 def test_a_gather_without_gradients_and_with_wider_features(interpreted: Interpreter, loss: str) -> None:
     made = Made("rows", loss, devices=4, settings=(("transport", "gather"),))
     interpreted(checks.forward_with_gradients_over_ranks, made, [70, 0, 30])
+    interpreted(checks.forward_with_gradients_over_ranks, made, [64, 128, 64])
 
 
 @pytest.mark.parametrize("descriptors", ["on", "off"])

@@ -259,15 +259,19 @@ def test_a_gather_by_hand() -> None:
     work = phases["forward product"].time_s + phases["statistics"].time_s
     exposed = 7 * 2**17 * 768 * 2 / rate + LATENCY_S - (1 - LOST) * work / 8 + BATCH_S
     assert phases["forward communication"].time_s == pytest.approx(exposed, rel=1e-5)
-    # Rows of panels begin with the own keys. Sums hide behind two of the last products.
-    plan = plan_flags(**flags, set={"strategy": "rows"})
-    phases = {phase.name: phase for phase in plan.phases}
-    assert plan.panel_rows >= plan.rows_per_rank
-    begun = (phases["forward product"].time_s + phases["kept tiles"].time_s) / 8
-    left = phases["dq product"].time_s + phases["dk product"].time_s / 8
-    exposed = 7 * 2**17 * 768 * (2 + 4) / rate + 2 * (LATENCY_S + BATCH_S) - (1 - LOST) * (begun + left)
-    assert phases["forward communication"].time_s == pytest.approx(exposed, rel=1e-5)
-    assert phases["backward communication"].time_s == 0
+    # Rows of panels begin with the own keys in whole tiles. Sums hide behind two of the last products.
+    uneven = {**flags, "batch_size": 8 * 384, "keys": 8 * (2**17 - 28)}
+    for given, panel_rows, first, own, panels in (
+        (flags, "256", 1.0, 1.0, 1),
+        (uneven, "256", 256 / 384, 130944 / 131044, 2),
+    ):
+        plan = plan_flags(**given, set={"strategy": "rows", "panel_rows": panel_rows})
+        phases, keys = {phase.name: phase for phase in plan.phases}, plan.keys_per_rank
+        begun = (phases["forward product"].time_s + phases["kept tiles"].time_s) / 8 * first * own
+        left = (phases["dq product"].time_s + phases["dk product"].time_s / 8) / panels
+        exposed = 7 * keys * 768 * (2 + 4) / rate + 2 * (LATENCY_S + BATCH_S) - (1 - LOST) * (begun + left)
+        assert phases["forward communication"].time_s == pytest.approx(exposed, rel=1e-5)
+        assert phases["backward communication"].time_s == 0
 
 
 def test_rings_are_predicted_as_they_were_measured() -> None:

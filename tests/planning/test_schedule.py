@@ -106,8 +106,8 @@ def test_a_whole_gather_begins_with_the_own_keys(world: int) -> None:
     walked = walk(table)
     assert walked["forward"].transfers == 2 * (world - 1) and walked["backward"].transfers == 0
     first, *works, own, last = table.steps("forward")
-    assert first.owner == HERE and first.begins and {sent.name for sent in first.sends} == {"keys"}
-    assert not any(step.begins or step.sends or step.unchanged_from for step in works)
+    assert first.owner == HERE and first.early and {sent.name for sent in first.sends} == {"keys"}
+    assert not any(step.early or step.sends or step.unchanged_from for step in works)
     assert table.visits("forward") == world == table.hops("forward") - 1
     assert own.owner == HERE and own.late and {sent.name for sent in own.sends} == {"key gradients"}
     assert last.owner is None and not last.sends
@@ -267,10 +267,17 @@ GATHER_FAULTS: list[tuple[Callable[[Phases], None], str]] = [
     (sent("backward", 3, "key gradients", of=HERE), "no key gradients of .* to send|cannot be added|while it is busy"),
     (lambda phases: phases["backward"].pop(1) and None, "visits|no key gradients of"),
 ]  # fmt: skip
+WHOLE_FAULTS: list[tuple[Callable[[Phases], None], str]] = [
+    (changed("forward", 0, owner=(0, 1)), "forward step 0: .*on their way|no keys in all"),
+    (changed("forward", 0, copies=()), "forward step 0: no keys of"),
+    (changed("forward", 0, early=False), "different of 5 visits|contributes twice|written to"),
+    (changed("forward", 1, unchanged_from=-1), "the keys in all are on their way"),
+]
 FAULTS: list[tuple[Table, Callable[[Phases], None], str]] = [
     *((ring_table(2, 3), *fault) for fault in RING_FAULTS),
     *((ring_table(2, 3, keeps=False), *fault) for fault in NOT_KEPT_FAULTS),
     *((gather_table(4), *fault) for fault in GATHER_FAULTS),
+    *((gather_table(4, has_keys=False).as_whole(), *fault) for fault in WHOLE_FAULTS),
 ]
 
 

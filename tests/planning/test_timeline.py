@@ -17,7 +17,7 @@ from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.planning.model import HOST_START_S, CostModel
 from infcl_gen.planning.planner import Plan, cost_model
-from infcl_gen.planning.timeline import Interval, Timeline, execute, phase_works
+from infcl_gen.planning.timeline import LEAD_S, Interval, Timeline, execute, phase_works
 from infcl_gen.runtime.table import TOGETHER_BYTES
 from tests.calls import calls
 from tests.planning.conftest import allowed_error, beside_measured
@@ -163,8 +163,19 @@ def test_a_gather_sends_three_batches() -> None:
     size = 65536 * 768 * 4 * (world - 1)
     sums = by["backward, message 7"]
     assert sums.end_s - sums.start_s == pytest.approx(size / 345e9)
-    infonce = case(batch_size=1024 * world, devices=world, loss="infonce", set=gather)
-    assert len(of(execute(*infonce), "device link")) == 2
+
+
+def test_a_whole_gather_begins_beside_its_keys() -> None:
+    """Behind other work: its first work ends before they come, and its last begins behind them."""
+    world = 4
+    gather = {"transport": "gather", "strategy": "rows"}
+    plan, model = case(batch_size=16384 * world, devices=world, loss="infonce", set=gather)
+    step = execute(plan, model, lead_s=LEAD_S)
+    keys, sums = of(step, "device link")
+    work = of(step, "compute", "forward, hop")
+    first, last, begun_s = work[0], work[-1], model.begun_s(plan.phases, plan)
+    assert first.name == "forward, hop 0" and first.end_s - first.start_s == pytest.approx(begun_s, rel=0.2)
+    assert keys.start_s < first.end_s and last.end_s > keys.end_s and sums.start_s > keys.end_s
 
 
 def of(step: Timeline, resource: str, name: str = "") -> list[Interval]:

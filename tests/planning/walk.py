@@ -25,11 +25,11 @@ def walk(table: Table, phases: Mapping[str, Sequence[Step]] | None = None) -> di
     """Walk the steps of "forward" and "backward" (`phases`: other ones than the table's), tracking what is in which
     place.
 
-    Proves that each rank meets the keys of all ranks exactly once, but for those it only begins with, or its own with
-    one half of its queries and with the other; of a triangle that one of two ranks meets the other, or both by half;
-    with what the work needs present, of the right owner and finished; that nothing is read or written while it is on
-    its way; and that all sums come home, or to everybody where backward reads them, with the contribution of every rank
-    that has some. Raises VerificationError saying what fails, where.
+    Proves that each rank meets the keys of all ranks exactly once, or its own with one half of its queries and with the
+    other; early work is not counted. Of a triangle one of two ranks meets the other, or both by half. What the work
+    needs is present, of the right owner and finished. Nothing is read or written while it is on its way. All sums come
+    home, or to everybody where backward reads them, with the contribution of every rank that has some. Raises
+    VerificationError saying what fails, where.
     """
     phases = phases or {phase: table.steps(phase) for phase in ("forward", "backward")}
     held: dict[_Spot, _Content] = {}
@@ -85,7 +85,7 @@ class _Rank:
         for sent in step.sends:
             self._send(number, sent)
         if step.owner is not None:
-            if step.part != 2 and not step.begins:
+            if step.part != 2 and not step.early:
                 self._owners.append(self._at(step.owner))
             self._halved |= {self._at(step.owner)} if step.halved else set()
             for item in table.named("unchanged", phase):

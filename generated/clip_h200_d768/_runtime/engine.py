@@ -257,14 +257,15 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
     table, schedule, (dq, dk) = _table(package, layout, weighting.gradients), package.schedule, weighting.kept(saved)
     tensors, sums, of_keys = _tensors(sweep, table), dict[int, Tensor | None](), weighting.products.of_keys
     means, step, keys = sweep.means, min(schedule.PANEL_ROWS, q.shape[0]), sum(layout.keys)
-    block, scratch, begun = sweep.block(0, tensors.kept["keys"], saved.of_keys, None), None, None
+    block, scratch = sweep.block(0, tensors.kept["keys"], saved.of_keys, None), None
     trip = Trip(group, table, "forward", layout, tensors)
     for owner in trip:
-        if trip.begins and q.shape[0]:
-            scratch = schedule.rows_scratch(step, keys, q.device)
-            own_keys = layout.key_offset(owner), layout.keys[owner]
-            begun = schedule.begin_rows(block.panel(0, step, 0, keys), *own_keys, scratch)
-        if trip.begins:
+        if trip.early:
+            trip.arrive()  # behind the early work's programs, messages would begin when these are all under way
+            if q.shape[0]:
+                scratch = schedule.rows_scratch(step, keys, q.device)
+                own_keys = layout.key_offset(owner), layout.keys[owner]
+                schedule.begin_rows(block.panel(0, step, 0, keys), *own_keys, scratch)
             continue
         sums[owner] = trip["key gradients"] if of_keys else None
         if means is not None and of_keys and q.shape[0]:
@@ -281,8 +282,7 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
             # Without own keys the last of `of_ranks` is another rank's: its sums leave behind all work.
             last = start + count == q.shape[0] and layout.keys[layout.rank] > 0
             arrive = trip.arrive if last else None
-            how = {"fresh_dk": start == 0, "begun": begun if start == 0 else None, "arrive": arrive}
-            schedule.rows_block(part, own, of_ranks, scratch, **how)
+            schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0, arrive=arrive)
         scratch = None  # its memory is for the results
     if dk is not None:
         if means is not None:

@@ -110,7 +110,7 @@ class Step(NamedTuple):
     halved: bool = False  # the owner meets this rank's keys, too: of their pairs each computes its share
     part: int = 0  # of this rank's queries the first half works (1), the others (2), or all (0)
     late: bool = False  # `sends` start behind a part of this step's work, too
-    begins: bool = False  # work on these keys that a later step ends, which has the sums
+    early: bool = False  # work on these keys that a later step ends, which has the sums
 
     def share(self, rank: int, owner: int, rows: int, keys: int) -> Share:
         """What `rank` computes of the pairs of its `rows` and the owner's `keys`.
@@ -219,7 +219,7 @@ class Table:
 
     def adds(self, step: Step) -> bool:
         """Whether a step's work adds to summed tensors: a triangle's own rows have theirs with the queries."""
-        return step.owner is not None and not step.begins and not (self.triangle and step.owner == HERE)
+        return step.owner is not None and not step.early and not (self.triangle and step.owner == HERE)
 
     def work(self, step: Step) -> float:
         """The part of a rank's pairs that a step computes."""
@@ -362,7 +362,7 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
     copies = tuple(Copy(name, OWN, ALL) for name in names)
     home = _home(table, "forward")
     if table.whole:
-        steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, begins=True), *_of_others(table)]
+        steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, early=True), *_of_others(table)]
         ends = Step(HERE, ALL, ALL, True, home, late=True, unchanged_from=0)
         return (*steps, ends, *[Step(None, sums_from=len(steps))] * bool(home))
     steps = [Step(HERE, ALL, ALL, True, sends, copies=copies, part=int(table.begins_and_ends_here))]
