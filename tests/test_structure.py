@@ -226,7 +226,7 @@ def test_the_source_stays_small() -> None:
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
     3 500 plan and run training steps, 15 of which remember costs, 10 count states and comparisons;
-    1 086 are what users meet first, 11 of which keep
+    1 094 are what users meet first, 8 of which load what threads have built, 11 keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
     50 take a LossSpec itself,
     20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a module's wrong
@@ -240,4 +240,4 @@ def test_the_source_stays_small() -> None:
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
     assert rest <= 24_379, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_086 and pages <= 850 and step <= 3_500
+    assert door <= 1_094 and pages <= 850 and step <= 3_500

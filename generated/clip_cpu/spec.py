@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "13188e12961a514f24375fb37c0514254f74abc612299bfe5f83c492a6772ab8",
+    "digest": "6e3d3ed580595e3f6f90f65aa906b414cf07cac90e92f6ab0559a1e23d73150b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0d85b8cfde5bc2ec385df34a834ea107f5caa3aa435a33ba850a13a3693c0993",
+    "digest": "6c203e85680c740264f431f0aa0daced2ecb83d965b275b3d668793e6415b8fc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

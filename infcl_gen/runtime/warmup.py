@@ -1,10 +1,12 @@
 """Kernels of a first step, compiled side by side: one after the other they take 10 s on an H200's host, so 2 to 3 s.
 
 A rehearsal runs forward and backward on a few rows of the call and notes the launches instead of making them. Threads
-then compile what was noted, and build and load what launches it. A call that wants other gradients than those before
-it, as an evaluation or one with a frozen side, is rehearsed, too: its kernels may have other constants or dtypes.
+then compile what was noted, and build what launches it; one thread loads that. A call that wants other gradients than
+those before it, as an evaluation or one with a frozen side, is rehearsed, too: its kernels may have other constants or
+dtypes.
 """
 
+import itertools
 import logging
 import os
 import threading
@@ -102,15 +104,21 @@ def _compile(launches: list[launch.Launch], device: torch.device) -> None:
         each.kernel.device_caches[here]  # the kernel's tables, of which two threads would make two
         variants.setdefault((id(each.kernel), *(x for x in each.given.items() if x[0].isupper())), []).append(each)
 
-    def compile_all(of_variant: list[launch.Launch]) -> None:
+    def compile_all(of_variant: list[launch.Launch]) -> list[Any]:
         with torch.cuda.device(device):
-            for kernel, grid, given in of_variant:
-                # `run` builds the launcher with a C compiler (0.4 s) and loads the kernel.
-                _ = kernel.warmup(grid=grid, **given).run
+            found = [kernel.warmup(grid=grid, **given) for kernel, grid, given in of_variant]
+            for each in found:  # up to Triton 3.6 a C compiler builds the launcher, in 0.4 s, into Triton's cache
+                driver.active.launcher_cls(each.src, each.metadata)
+        return found
 
     for module in {id(each.kernel.fn.__globals__): each.kernel.fn.__globals__ for each in launches}.values():
         key_functions(module)
     _LOG.info("compiling or loading %d variants of kernels for %s", len(variants), device)
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
         # The longest text first: it takes the most time, and the threads' Python code runs one after the other.
-        list(pool.map(compile_all, sorted(variants.values(), key=lambda each: -len(each[0].kernel.src))))
+        compiled = [*pool.map(compile_all, sorted(variants.values(), key=lambda each: -len(each[0].kernel.src)))]
+    with torch.cuda.device(device):
+        # Launchers of Triton 3.6 are modules of one name, which Python makes one module where it loads a file again:
+        # of two threads that load at once one may get the other's launcher.
+        for each in itertools.chain.from_iterable(compiled):
+            _ = each.run

@@ -285,7 +285,8 @@ def test_no_block_of_keys_gets_more_strips_than_there_is_room_for() -> None:
 
 
 def test_the_longest_kernel_is_compiled_first_and_tritons_library_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: kernels in the order of their launches; the hash left to the threads that compile."""
+    """Threads build launchers, and one thread loads them. Planted: kernels in the order of their launches; the hash, or
+    the loading, left to the threads."""
     done: list[tuple[str, bool]] = []
 
     class Kernel:
@@ -293,12 +294,24 @@ def test_the_longest_kernel_is_compiled_first_and_tritons_library_hashed_once(mo
             self.src, self.fn, self.device_caches = src, types.FunctionType((lambda: None).__code__, {}), {0: None}
 
         def warmup(self, grid: object, **given: object) -> Any:
-            return types.SimpleNamespace(run=record(f"{self.src} {given['WIDE']}"))
+            return Compiled(f"{self.src} {given['WIDE']}")
+
+    class Compiled:
+        metadata = None
+
+        def __init__(self, src: str) -> None:
+            self.src = src
+            record(src)
+
+        @property
+        def run(self) -> None:
+            record(f"load {self.src}")
 
     def record(what: str) -> None:
         done.append((what, threading.current_thread() is threading.main_thread()))
 
     active = types.SimpleNamespace(get_current_device=lambda: 0)
+    active.launcher_cls = lambda src, metadata: record(f"build {src}")
     monkeypatch.setattr("triton.runtime.driver", types.SimpleNamespace(active=active))
     monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: record("key"))
     monkeypatch.setattr("torch.cuda.device", lambda device: contextlib.nullcontext())
@@ -306,7 +319,9 @@ def test_the_longest_kernel_is_compiled_first_and_tritons_library_hashed_once(mo
     short, long = Kernel("short"), Kernel("the longest")
     launches = [launch.Launch(each, (1,), {"WIDE": wide}) for wide in (1, 2) for each in (short, long)]
     warmup._compile(launches, torch.device("cuda"))
-    assert done == [("key", True), *((f"{each} {wide}", False) for each in ("the longest", "short") for wide in (1, 2))]
+    kernels = [f"{each} {wide}" for each in ("the longest", "short") for wide in (1, 2)]
+    threads = [(f"{step}{kernel}", False) for kernel in kernels for step in ("", "build ")]
+    assert done == [("key", True), *threads, *((f"load {kernel}", True) for kernel in kernels)]
 
 
 @pytest.mark.parametrize("of", ["pairs", "triangle"])
