@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6e3d3ed580595e3f6f90f65aa906b414cf07cac90e92f6ab0559a1e23d73150b",
+    "digest": "1a4db848b6fa799259964562cc90864b35c36489407ff5a883c519b2eb66b703",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

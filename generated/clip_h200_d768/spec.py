@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6c203e85680c740264f431f0aa0daced2ecb83d965b275b3d668793e6415b8fc",
+    "digest": "550a4df51e623d0b8631e098b0478bc4743c786b2ba883608e2c2b173eebadb9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -419,8 +419,9 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
     """share_i = QUERY_SHARE * 2^reference / (the sum of row i): g = share_i p of the forward's p = 2^(y - reference).
 
     The statistics of the rows are complete. A program has the rows of one strip. If one of them lies more than
-    ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up: `gradient_wide`
-    follows, with the same strips, and writes g itself; every share is 1. A positive that is not in `positive_z`,
+    ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up. `gradient_wide`
+    follows with the same strips, and writes g itself: shares of the strip are 1. A positive that is not in
+    `positive_z`,
     as no key has its label, makes its row NaN.
     """
     ROWS: tl.constexpr = 1024  # at a time: by 128, a load behind the other, 8192 rows take 50 us instead of 12

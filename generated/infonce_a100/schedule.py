@@ -253,7 +253,7 @@ def rows_scratch(rows, keys, device):
 def begin_rows(block, first, count, scratch):
     """Begins `rows_block` of this block with so many of its keys from `first` on, while others are on their way.
 
-    Those in tiles of the forward with other keys wait for them.
+    Only whole tiles of the forward that hold none but these: other keys of the block wait.
     """
     tile = kernels.FORWARD_KEYS.value
     start, stop = cdiv(first, tile) * tile, (first + count) // tile * tile

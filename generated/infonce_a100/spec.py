@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "b119ee3bf12cdb93c6fd511939c6f7022e5295516904332c8b93f013498b7c8e",
+    "digest": "1ab6de3a91f990113c8120b4135c26f47e7edcb2ee996fb33ab2eb1cc8377114",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

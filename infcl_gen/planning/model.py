@@ -168,8 +168,8 @@ class CostModel:
         return hops_s, first_s / self.panels(phase, sizes)
 
     def begun_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
-        """Seconds of the early work, beside which a whole gather's keys come: the forward of the first row of panels
-        over the own keys that fill its tiles."""
+        """Seconds of the early work, beside which a whole gather's keys come. At most: the forward of the first row of
+        panels over the own keys that fill its tiles."""
         if not self.table.whole:
             return 0.0
         forward_s = math.fsum(phase.time_s for phase in times if phase.name in ("forward product", "kept tiles"))
@@ -182,7 +182,8 @@ class CostModel:
         dq."""
         of = {phase.name: phase.time_s for phase in times}
         own_s = of.get("dk product", 0.0) / self.table.world_size
-        return (own_s + of.get("dq product", 0.0)) / -(-self.rows // sizes.panel_rows)
+        last_rows = self.rows - (-(-self.rows // sizes.panel_rows) - 1) * sizes.panel_rows
+        return (own_s + of.get("dq product", 0.0)) * last_rows / self.rows
 
     def panels(self, phase: str, sizes: Sizes) -> int:
         """Number of panels of a hop in "forward" or "backward"."""
@@ -239,8 +240,8 @@ class CostModel:
 
     @functools.cached_property
     def _sent(self) -> dict[str, list[tuple[int, Step, float, float, int]]]:
-        """By phase, of each kind of step: how many there are, the step, seconds of its messages, seconds until the sums
-        arrive that its work adds to, and bytes. Empty on one device."""
+        """By phase, of each kind of step: their number, the step, seconds of its messages, and bytes. Before bytes:
+        seconds until sums arrive that its work adds to. Empty on one device."""
         table, cluster = self.table, self.cluster
         node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
         links = {
@@ -304,8 +305,8 @@ class CostModel:
         """The communication of each phase that is not hidden beside work, which it slows down.
 
         Work waits for messages that take longer than it does, and for sums that take longer than the work before it
-        adds to them (a panel's forward product; in backward its gradient and dq). Early work ends in a later step. A
-        step without work waits for all.
+        adds to them (a panel's forward product; in backward its gradient and dq). Messages of an early step hide
+        behind its early work, late ones behind what is left. A step without work waits for all.
         """
         left_s, begun_s = self.left_s(kernels, sizes), self.begun_s(kernels, sizes)
         for phase, steps in self._sent.items():

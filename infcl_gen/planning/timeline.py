@@ -79,7 +79,7 @@ class Work(NamedTuple):
 
     first_s: float  # kernels of all hops before these add to travelling sums
     rest_s: float  # their other kernels
-    begun_s: float  # of the first, before keys of other ranks are there
+    begun_s: float  # of the early work, which waits for no keys of other ranks
     left_s: float  # after late messages have started
     last_s: float  # after the last hop, before the sums are home
     home_s: float  # after the sums are home

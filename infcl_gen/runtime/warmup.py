@@ -1,9 +1,9 @@
 """Kernels of a first step, compiled side by side: one after the other they take 10 s on an H200's host, so 2 to 3 s.
 
 A rehearsal runs forward and backward on a few rows of the call and notes the launches instead of making them. Threads
-then compile what was noted, and build what launches it; one thread loads that. A call that wants other gradients than
-those before it, as an evaluation or one with a frozen side, is rehearsed, too: its kernels may have other constants or
-dtypes.
+then compile what was noted, and build what launches it into Triton's cache. What they load of it is dropped: one thread
+loads it again. A call that wants other gradients than those before it, as an evaluation or one with a frozen side, is
+rehearsed, too: its kernels may have other constants or dtypes.
 """
 
 import itertools
@@ -118,7 +118,7 @@ def _compile(launches: list[launch.Launch], device: torch.device) -> None:
         # The longest text first: it takes the most time, and the threads' Python code runs one after the other.
         compiled = [*pool.map(compile_all, sorted(variants.values(), key=lambda each: -len(each[0].kernel.src)))]
     with torch.cuda.device(device):
-        # Launchers of Triton 3.6 are modules of one name, which Python makes one module where it loads a file again:
-        # of two threads that load at once one may get the other's launcher.
+        # Launchers of Triton 3.6 are modules of one name. Where a file is loaded again, Python fills the module that
+        # has the name. Of two threads one may get the other's launcher: 81 of 5 760, where threads change every 1 us.
         for each in itertools.chain.from_iterable(compiled):
             _ = each.run

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import math
 import mmap
+import threading
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
@@ -721,17 +722,26 @@ def over_ranks(
 
 def begun_over_ranks(made: Made, shards: list[int], begun: list[tuple[int, int] | None], device: str = "cpu") -> None:
     """Of a gather: ranks begin with those of their own keys, of so many, that fill tiles. `begun` has the first and the
-    last + 1 of each rank with queries. Keys of others are NaN till they come."""
-    schedule: Any = module(made)._schedule
-    begin = schedule.begin_rows
+    last + 1 of each rank with queries. Messages are started first. Keys of others are NaN till they come."""
+    package = module(made)
+    schedule, trip = package._schedule, package._runtime.transport.Trip
+    begin, start, started = schedule.begin_rows, trip.arrive, set[int]()
+
+    def arrive(trip: Any) -> None:
+        started.add(threading.get_ident())
+        start(trip)
+
     for scale in (14.3, 1000.0):
         found = dict[int, tuple[int, int] | None]()
 
         def begin_rows(block: Any, first: int, count: int, scratch: Any, found: Any = found) -> None:
+            assert threading.get_ident() in started, "keys leave behind the early work"
             begin(block, first, count, scratch)
             found[first] = scratch.begun
 
-        with unittest.mock.patch.object(schedule, "begin_rows", begin_rows):
+        patches = unittest.mock.patch.object(schedule, "begin_rows", begin_rows)
+        with patches, unittest.mock.patch.object(trip, "arrive", arrive):
+            started.clear()
             over_ranks(made, len(shards), [shards[::-1]], True, device, scale)
         assert [found[first] for first in sorted(found)] == begun, f"begun {found}"
 

@@ -166,16 +166,18 @@ def test_a_gather_sends_three_batches() -> None:
 
 
 def test_a_whole_gather_begins_beside_its_keys() -> None:
-    """Behind other work: its first work ends before they come, and its last begins behind them."""
+    """Its keys leave before its first work begins, and other work waits for both."""
     world = 4
     gather = {"transport": "gather", "strategy": "rows"}
     plan, model = case(batch_size=16384 * world, devices=world, loss="infonce", set=gather)
-    step = execute(plan, model, lead_s=LEAD_S)
-    keys, sums = of(step, "device link")
-    work = of(step, "compute", "forward, hop")
-    first, last, begun_s = work[0], work[-1], model.begun_s(plan.phases, plan)
-    assert first.name == "forward, hop 0" and first.end_s - first.start_s == pytest.approx(begun_s, rel=0.2)
-    assert keys.start_s < first.end_s and last.end_s > keys.end_s and sums.start_s > keys.end_s
+    begun_s = model.begun_s(plan.phases, plan)
+    for lead_s in (LEAD_S, 0.0):
+        step = execute(plan, model, lead_s=lead_s)
+        posted, (keys, sums) = of(step, "host", "forward, message 0"), of(step, "device link")
+        first, *others = of(step, "compute", "forward, hop")
+        assert first.end_s - first.start_s == pytest.approx(begun_s, rel=0.2)
+        assert lead_s or posted[0].end_s <= first.start_s
+        assert others[0].start_s >= max(keys.end_s, first.end_s) and sums.start_s > keys.end_s
 
 
 def of(step: Timeline, resource: str, name: str = "") -> list[Interval]:

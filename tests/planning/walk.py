@@ -26,7 +26,7 @@ def walk(table: Table, phases: Mapping[str, Sequence[Step]] | None = None) -> di
     place.
 
     Proves that each rank meets the keys of all ranks exactly once, or its own with one half of its queries and with the
-    other; early work is not counted. Of a triangle one of two ranks meets the other, or both by half. What the work
+    other. Early work is not counted. Of a triangle one of two ranks meets the other, or both by half. What the work
     needs is present, of the right owner and finished. Nothing is read or written while it is on its way. All sums come
     home, or to everybody where backward reads them, with the contribution of every rank that has some. Raises
     VerificationError saying what fails, where.
