@@ -151,7 +151,7 @@ def schedule_context(
         "rows_buffers": _rows_buffers(plan),
         "and_referenced": ", referenced=False" * plan.rows,
         "about_referenced": " referenced: its queries have their references." * plan.rows,
-        "own_references": _unless("referenced", launch["row_references"]) if plan.rows else ABSENT,
+        "own_references": _OWN_REFERENCES + launch["row_references"].replace("\n", "\n    ") if plan.rows else ABSENT,
         "inner_of_library": _WHOLE if plan.narrow_products else f"inner if g.stride(1) != 1 else {_WHOLE}",
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
@@ -180,6 +180,7 @@ _add_radial(part.query_radial, scratch.row_radial, cdiv(part.k.shape[0], kernels
 _RADIAL_OF_KEYS = """\
 _add_radial(part.key_radial, scratch.key_radial, cdiv(part.q.shape[0], kernels.GRADIENT_ROWS.value),
                         fresh_dk and row0 == 0)"""
+_OWN_REFERENCES = "if not referenced:\n        "
 _UNLESS_IT_HAS_POSITIVES = """\
 if not block.meets_diagonal():
     return"""
@@ -348,11 +349,6 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
     ]
-
-
-def _unless(known: str, launch: str) -> str:
-    inner = launch.replace("\n", "\n    ")
-    return f"if not {known}:\n        {inner}"
 
 
 def _rows_buffers(plan: Plan) -> list[str]:
