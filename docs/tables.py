@@ -160,10 +160,10 @@ def _tables(rows: Rows, absent: dict[str, str], simulated: bool) -> list[str]:
         return [power(rows)]
     if all(row["median_ms"] is None and row["error"] is None for row in rows):
         return [accuracies(rows)]
-    if all(row["impl"] == "infcl" for row in rows):
+    rings = [efficiencies(rows)] if any(row["package"] == "no communication" for row in rows) else []
+    if not rings and all(row["impl"] == "infcl" for row in rows):
         return [budgets(rows)]
-    rings = any(row["package"] == "no communication" for row in rows)
-    return [*([efficiencies(rows)] if rings else []), comparisons(rows, absent)]
+    return [*rings, comparisons(rows, absent)]
 
 
 def _table(head: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
@@ -413,18 +413,18 @@ def comparisons(rows: Rows, absent: dict[str, str]) -> str:
 
 
 def efficiencies(rows: Rows) -> str:
-    """A line for each ring: beside the same work without communication, without overlap, and beside its peers."""
-    head = (
-        "GPUs", "rows each", "keys travel by", "work alone / this (queued)", "without overlap / this (queued)",
-        "Inf-CL / this (queued)", "OpenCLIP / this (queued)", "memory, OpenCLIP / this",
-    )  # fmt: skip
+    """A line for each ring: beside the same work without communication, without overlap, and beside peers if there are
+    some."""
+    head = ["loss", "GPUs", "rows each", "keys travel by", "work alone / this (queued)", "no overlap / this (queued)"]
+    of_peers = ["Inf-CL / this (queued)", "OpenCLIP / this (queued)", "memory, OpenCLIP / this"]
+    beside = any(row["impl"] != "infcl" for row in rows)
     lines = []
     alike: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         who = row["package"] or "as it is" if row["impl"] == "infcl" else row["impl"]
-        key = (row["ranks"], row["batch"], row["transport"], row["budget_bytes"])
+        key = (row["loss"], row["ranks"], row["batch"], row["transport"], row["budget_bytes"])
         alike.setdefault(key, {})[who] = row
-    for (ranks, batch, *_), found in alike.items():
+    for (loss, ranks, batch, *_), found in alike.items():
         if "as it is" not in found:
             continue
         own = found["as it is"]
@@ -436,14 +436,15 @@ def efficiencies(rows: Rows) -> str:
             both = (f"{other[name] / own[name]:.{digits}f}" for name in ("median_ms", "queued_ms"))
             return "{} ({})".format(*both)
 
-        compared = [peers.get(name) for name in ("inf_cl", "open_clip")]
         how = _who(own).removeprefix("infcl, by ").removesuffix(f", {ranks} GPUs")
-        lines.append((
-            ranks, batch // ranks, how, times(found.get("no communication"), digits=3),
-            times(found.get("no overlap"), digits=2), *map(times, compared),
-            f"{compared[1]['peak_bytes'] / own['peak_bytes']:.1f}" if compared[1] else "",
-        ))  # fmt: skip
-    return _table(head, lines)
+        alone, waiting = (times(found.get(f"no {what}"), digits=3) for what in ("communication", "overlap"))
+        line = [loss, ranks, batch // ranks, how, alone, waiting]
+        if beside:
+            compared = [peers.get(name) for name in ("inf_cl", "open_clip")]
+            memory = f"{compared[1]['peak_bytes'] / own['peak_bytes']:.1f}" if compared[1] else ""
+            line += [*map(times, compared), memory]
+        lines.append(line)
+    return _table(head + of_peers * beside, lines)
 
 
 def _who(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "1a4db848b6fa799259964562cc90864b35c36489407ff5a883c519b2eb66b703",
+    "digest": "85550c78e5cd68fd7fbfed3e4687ca8bf02328f7ba989675de9ab95bf78aaa63",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

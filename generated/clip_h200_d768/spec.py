@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "550a4df51e623d0b8631e098b0478bc4743c786b2ba883608e2c2b173eebadb9",
+    "digest": "428d56384ae8530df62ba123334a40930afac7018e68f71fe1bb2530c2277884",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

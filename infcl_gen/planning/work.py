@@ -244,11 +244,12 @@ def _pooled(v: Choice) -> list[TimeTerm]:
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:
-    """Of the sums for this rank's keys that a gather brings home; of a triangle its ring, too, to those of queries."""
+    """Of the sums for this rank's keys that a gather brings home; a ring, too, where its own part has not travelled."""
     triangle = v.traits.triangle
     parts = Integer(1) if not v.gather else ceil_div(W - 1, 2) if triangle else W - 1
     term = TimeTerm("additions", phase, "end", bytes=3 * s * parts * n * D, launches=parts)
-    return [term] * ((v.gather or (triangle and v.world_size > 1)) and v.of_keys)
+    stays = v.gather or triangle or v.at_once
+    return [term] * (v.world_size > 1 and stays and v.of_keys)
 
 
 class _Side(NamedTuple):

@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from .group import Group, Layout, Message
 from .launch import panel, panel_columns
-from .table import HERE, KEPT, OWN, RECEIVED, Place, Share, Step, Table, Transfer
+from .table import HERE, HOME, KEPT, OWN, RECEIVED, Place, Share, Step, Table, Transfer
 
 T = TypeVar("T")
 _Agree = Callable[[], None]
@@ -212,14 +212,15 @@ class _Slots(_Rooms):
         return Message(source, to, tag), Message(target, origin, tag)
 
     def home(self, name: str, place: Place) -> Tensor:
-        return self.of(name, place, self._layout.rank)
+        arrived = self.of(name, place, self._layout.rank)
+        return self.of(name, HOME, self._layout.rank).add_(arrived) if self._table.begins_and_ends_here else arrived
 
     def others(self, name: str, place: Place) -> list[Tensor]:
         return [self.home(name, place)]
 
     def release(self, place: Place) -> None:
         read = {item.name for item in self._table.named("unchanged", self._phase)}
-        self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place}
+        self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] in (HOME, place)}
 
     def _most(self, name: str) -> int:
         return 1 if self._items[name].once else self._largest

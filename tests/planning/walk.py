@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from infcl_gen.errors import VerificationError
-from infcl_gen.runtime.table import ALL, HERE, KEPT, OWN, RECEIVED, Move, Place, Step, Table, Transfer
+from infcl_gen.runtime.table import ALL, HERE, HOME, KEPT, OWN, RECEIVED, Move, Place, Step, Table, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +105,23 @@ class _Rank:
             place = ALL if self._table.transport == "gather" else steps[-1].sums
             for owner in self._owners if item.name in shared else [HERE]:
                 content = self._held.get(self._spot(item.name, place, owner))
-                if content is None or content.owner != owner:
+                if content is None or content.owner != owner or content.added is None:
                     raise self._error(f"the {item.name} of {owner} are not there")
-                if len(content.added or ()) != self._contributors:
-                    raise self._error(f"the {item.name} of {owner} have {len(content.added or ())} contributions")
+                added = content.added
+                if (item.name, HOME, None) in self._held:
+                    added = self._with_own(item.name, added)
+                if len(added) != self._contributors:
+                    raise self._error(f"the {item.name} of {owner} have {len(added)} contributions")
             if item.name not in shared:
                 self._held[item.name, OWN, None] = self._held[self._spot(item.name, place, HERE)]
         return Walk(tuple(self._owners), self._sent)
+
+    def _with_own(self, name: str, arrived: set[tuple[Move, int]]) -> set[tuple[Move, int]]:
+        """What has come home to a ring, with the own part, which has not travelled."""
+        own = self._held[name, HOME, None].added
+        if own is None or own & arrived:
+            raise self._error(f"the {name} that have come cannot be added to the own part")
+        return own | arrived
 
     def _check_visits(self, world: int) -> None:
         different = set(self._owners)

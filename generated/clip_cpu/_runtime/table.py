@@ -16,7 +16,7 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
     none      One device.
 
 A forward that has the sums for dk, and is not `whole`, works on the own keys twice: with half of its queries while the
-first keys come, and with the others while sums go home.
+first keys come, and with the others while sums go home. The rank's own part of the sums for its keys does not travel.
 
 Of a `triangle` queries are keys of each other, and one of two ranks computes their pairs: a rank meets the keys of
 those up to half way back, and has sums for each but itself. What has come home for its own keys belongs to its queries.
@@ -43,6 +43,7 @@ OWN = "own"  # of this rank's keys
 KEPT = "kept"  # left by forward for backward: the keys that it ends with
 ALL = "all"  # the owner's part of a tensor of all ranks' keys
 RECEIVED = "received"  # one buffer per sender
+HOME = "home"  # of a ring's sums the own part, which does not travel
 
 SHARE_ROWS = 8  # shares of a block begin at multiples of it: of the library's inner extents, and of 16 bytes
 # The first half of the queries ends at a multiple: of what kernels are compiled apart for, and if it can of a tile.
@@ -293,7 +294,8 @@ def _back(move: Move) -> Move:
 def _ring_forward(table: Table) -> tuple[Step, ...]:
     names, sums = ([item.name for item in table.named(role, "forward")] for role in ("unchanged", "summed"))
     owners, moves = _owners(table), _moves(table)
-    last, first = len(owners) - 1, int(table.triangle)  # first: which step begins the sums
+    last, here = len(owners) - 1, table.begins_and_ends_here
+    first = int(table.triangle or here)  # which step begins the sums that travel
 
     def place(hop: int) -> Place:
         return hop % 2 if not table.keeps else KEPT if (last - hop) % 2 == 0 else 0
@@ -308,11 +310,13 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
             sends += tuple(Transfer(name, owner, moves[hop], place(hop), place(hop + 1)) for name in names)
         copies = () if hop else tuple(Copy(name, OWN, place(0)) for name in names)
         sums_from = hop if hop > first and sums else -1
-        halved, part = _is_halved(table, owner), int(table.begins_and_ends_here and not hop)
-        steps.append(Step(owner, place(hop), hop % 2, hop == first, sends, hop - 1, sums_from, copies, halved, part))
+        halved, part = _is_halved(table, owner), int(here and not hop)
+        added_to, fresh = HOME if part else hop % 2, hop == first or part == 1
+        steps.append(Step(owner, place(hop), added_to, fresh, sends, hop - 1, sums_from, copies, halved, part))
     home = (last + 1) % 2
-    if table.begins_and_ends_here:
-        steps.append(Step(HERE, OWN, home, False, follow(last), -1, last + 1, part=2))
+    if here:
+        steps.append(Step(HERE, OWN, HOME, False, follow(last), part=2))
+        steps.append(Step(None, OWN, home, False, sums_from=last + 1))
     elif sums:
         read = [item.name for item in table.named("unchanged", "backward") if table.keeps]
         finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)
