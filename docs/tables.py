@@ -25,6 +25,7 @@ from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.losses import BUILTIN_LOSSES, LossSpec, aligned, derive, latex_of
+from infcl_gen.losses.texts import SLOPES
 from infcl_gen.planning.planner import Plan
 from infcl_gen.step.account import PHASES, Account, LossCosts, StepProblem, account
 from infcl_gen.step.choose import largest_samples
@@ -76,8 +77,10 @@ POSITIVES = {
     "id": "all keys of a query's id",
     "none": "none",
 }
-OF_ROWS = "one other row, which `labels` names; without labels row i + M/2 of row i"
-PAIRS = "the other row of its pair, on the same rank, which `labels` names; without labels row i + M/2 of row i"
+HALVES = "without labels rows i and i + M/2 of the M rows of a rank belong together"
+OF_ROWS = f"one other row, which `labels` names; {HALVES}"
+PAIRS = f"the other row of its pair, on the same rank, which `labels` names; {HALVES}"
+WEIGHED = "all keys, each with its weight"
 OTHER_ROWS = "all other rows of a row's id"
 WHEN_KNOWN = {
     "before": "computed in forward, pair by pair",
@@ -191,7 +194,8 @@ def section(spec: LossSpec) -> str:
     """What the page of losses says of one: source, formulas, traits, products, and when to use it."""
     derivation = derive(spec)
     traits, formulas = derivation.traits, latex_of(derivation)
-    shown = (text for name, text in formulas.items() if name not in ("dq", "dk", "dscale", "dbias"))
+    hidden = {"dq", "dk", "dscale", "dbias", *(name for name, _ in SLOPES.values())}
+    shown = (text for name, text in formulas.items() if name not in hidden)
     source = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", spec.source)
     kinds = {
         "logsumexp": "log-sum-exp of each {}",
@@ -211,10 +215,14 @@ def section(spec: LossSpec) -> str:
     keys = "as many as queries" if traits.paired else "any number"
     planned = plans(spec)
     by_rows = any(plan.strategy == "rows" for plan in planned)
+    in_backward = f"{plans(spec, strategy='panel')[0].products:.3g}" if by_rows else ""
     of_rows = PAIRS if traits.partnered else OF_ROWS if traits.labels else OTHER_ROWS
     ids = "`query_ids`" if traits.triangle else "`query_ids`, `key_ids`"
     lines = [
-        ("positives", of_rows if traits.triangle else POSITIVES[traits.positives]),
+        (
+            "positives",
+            of_rows if traits.triangle else WEIGHED if derivation.form.weight else POSITIVES[traits.positives],
+        ),
         ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
         ("ids", ids if traits.ids else "none"),
         *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
@@ -222,17 +230,20 @@ def section(spec: LossSpec) -> str:
         *[("factors of similarities", ", ".join(f"`{name}`" for name in traits.scaled))] * bool(traits.scaled),
         ("statistics", ", ".join(reduced) or "none"),
         ("gradients", FROM_ROWS if traits.triangle else BY_ROWS if by_rows else WHEN_KNOWN[traits.known]),
-        ("products", products(planned) + "; 1 without gradients" * traits.at_once),
+        (
+            "products",
+            products(planned) + f"; {in_backward} without `rows`" * by_rows + "; 1 without gradients" * traits.at_once,
+        ),
     ]
     table = _table(("trait", spec.name), lines)
     formula = f"$$\n{aligned(shown, 'aligned')}\n$$\n"
     return f"\n## {spec.name}\n\n{spec.doc}\n\nSource: {source}.\n\n{formula}{table}\n{spec.use}\n"
 
 
-def plans(spec: LossSpec) -> list[Plan]:
+def plans(spec: LossSpec, **settings: str) -> list[Plan]:
     """The plan of `COMPARED` on an H200, and the one with a budget that has room for a stash."""
     batch, dim = COMPARED
-    sizes = {"batch_size": batch, "dim": dim, "device_profile": "h200", "loss": spec.name}
+    sizes = {"batch_size": batch, "dim": dim, "device_profile": "h200", "loss": spec.name, "set": settings}
     return [infcl_gen.plan(make_problem(**sizes, memory_budget=budget)) for budget in ("auto", STASH_BUDGET)]
 
 
@@ -413,8 +424,8 @@ def comparisons(rows: Rows, absent: dict[str, str]) -> str:
 
 
 def efficiencies(rows: Rows) -> str:
-    """A line for each ring: beside the same work without communication, without overlap, and beside peers if there are
-    some."""
+    """A line for each loss, transport and size: beside the same work without communication, without overlap, and beside
+    peers if there are some."""
     head = ["loss", "GPUs", "rows each", "keys travel by", "work alone / this (queued)", "no overlap / this (queued)"]
     of_peers = ["Inf-CL / this (queued)", "OpenCLIP / this (queued)", "memory, OpenCLIP / this"]
     beside = any(row["impl"] != "infcl" for row in rows)
@@ -428,7 +439,7 @@ def efficiencies(rows: Rows) -> str:
         if "as it is" not in found:
             continue
         own = found["as it is"]
-        peers = {row["impl"]: row for row in rows if (row["ranks"], row["batch"]) == (ranks, batch)}
+        peers = {x["impl"]: x for x in rows if (x["loss"], x["ranks"], x["batch"]) == (loss, ranks, batch)}
 
         def times(other: dict[str, Any] | None, own: dict[str, Any] = own, digits: int = 1) -> str:
             if other is None:

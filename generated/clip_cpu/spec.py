@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "85550c78e5cd68fd7fbfed3e4687ca8bf02328f7ba989675de9ab95bf78aaa63",
+    "digest": "2fc1232078da7e9bfa794a7414af9a5f356481f2a8eb16ae4d8757fbb1fb5a95",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "428d56384ae8530df62ba123334a40930afac7018e68f71fe1bb2530c2277884",
+    "digest": "54f1001c401292e3783f4c8232049a028cfbd7f4e8b30798d00a4c7d0c290fb8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -325,7 +325,8 @@ Without `labels` rows i and i + M/2 of a rank are views of one sample, as in `to
 `labels` name the other view of each row by its place in the batch of all ranks. Pairs need not be mutual.
 
 Each similarity is computed once for its two rows, so that a step takes half of CLIP's.
-Over ranks one of two computes their pairs, and its sums for rows of the other travel home.""",
+Over ranks, one of two ranks computes the pairs between their rows.
+Its sums for rows of the other travel to that rank.""",
 )
 
 _of_all = logsumexp_over_keys(_of_rows, where=1 - is_self)

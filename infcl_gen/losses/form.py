@@ -661,13 +661,14 @@ def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
             multiple = _ratio(logits[1], logits[0])
     if not multiple:
         listed = "; ".join([*map(display, logits[:2]), *["..."] * (len(logits) > 2)]) or "none"
-        how = "one, or a positive multiple over keys" if logits else "logsumexp_over_keys(x) of a logit x of z"
+        how = "one, beside it at most one positive multiple" if logits else "logsumexp_over_keys(x) of a logit x of z"
         raise LossError(f"a loss needs exactly one logit, not {len(logits)} ({listed}): write {how}")
     logit = logits[0]
-    unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
-    if unknown or logit.atoms(*_REDUCTIONS):
-        inside = ", ".join(unknown) or "another reduction"
-        raise LossError(f"the logit {display(logit)} has {inside} in it: write it with z, scale and bias alone")
+    words = {each.name: language.word_of(each) for each in logit.free_symbols - {z, scale, bias}}
+    inside = [*sorted(words.values()), *sorted({each.func.__name__ for each in logit.atoms(*_REDUCTIONS)})]
+    if inside:
+        written = f"the logit {display(logit, words)} has {', '.join(inside)} in it"
+        raise LossError(f"{written}: write it with z, scale and bias alone")
     return logit, multiple
 
 

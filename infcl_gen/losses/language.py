@@ -29,7 +29,7 @@ changes the terms of other queries, too: `derive` adds them up.
 | `mean_over_queries(e)`                   | loss          | 1/M sum_i e_i                                           |
 | `mean_over_keys(e)`                      | loss          | 1/N sum_j e_j                                           |
 | `sum_over_pairs(e)`                      | loss          | sum_ij e_ij                                             |
-| `exp`, `log`, `tanh`                     | as they come  | the usual functions                                     |
+| `exp`, `log`, `tanh`, `sqrt`             | as they come  | the usual functions                                     |
 | `softplus`, `sigmoid`, `step`            | as they come  | evaluated stably; step(u) is 1 where u > 0, else 0      |
 | `maximum(u, v)`                          | as they come  | the larger one; where they are equal it changes like v  |
 | `scale`, `bias`                          | number        | what the caller passes (learnable)                      |
@@ -44,7 +44,7 @@ changes the terms of other queries, too: `derive` adds them up.
 In `where=`, `step(guide - positive(guide))` is 1 for the pairs above their query's threshold; so it is of `z`. There
 `is_first` and `same_side` tell apart what one tensor of queries and documents holds: `torch.cat([queries, documents])`.
 
-Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
+Besides: + - * /, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
 products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts. Kernels exist for a part of the
 language; `derive` refuses the rest with a reason.
 """
@@ -70,7 +70,7 @@ __all__ = [
     "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_by_softmax",
     "mean_by_softmax_over_queries", "mean_of_keys", "mean_of_queries", "mean_over_keys", "mean_over_positives",
     "mean_over_queries", "next_state", "of_positive", "positive", "positives_of_query", "queries", "query_scale",
-    "query_state", "query_weight", "same_id", "same_side", "scale", "sigmoid", "similarity", "softplus", "step",
+    "query_state", "query_weight", "same_id", "same_side", "scale", "sigmoid", "similarity", "softplus", "sqrt", "step",
     "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
@@ -80,7 +80,10 @@ Positives = Literal["diagonal", "label", "id", "none"]
 LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
 _COUNTED = 1_000_000  # parts or terms, no further
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
-INSTEAD = "formulas have no comparisons, sorting, random numbers or tensors: use maximum, step, query_weight or ids"
+INSTEAD = (
+    "formulas have no comparisons, sorting, random numbers or tensors: use maximum(u, v), step, query_weight, ids, or "
+    "for the largest a steep logsumexp_over_keys"
+)
 _SUBSTITUTES = {  # of SymPy's functions and relations
     "Max": "maximum(u, v)", "Min": "-maximum(-u, -v)", "Abs": "maximum(u, -u)", "Heaviside": "step(u)",
     "sign": "2 * step(u) - 1", "Piecewise": "terms times step(u) and 1 - step(u)",
@@ -126,7 +129,7 @@ class LossSpec:
 
     def __post_init__(self) -> None:
         if not is_identifier(self.name):
-            raise LossError(f"loss name {self.name!r} is not an ASCII identifier")
+            raise LossError(f"loss name {self.name!r} is no ASCII identifier, or a word of Python")
         try:
             object.__setattr__(self, "prefixes", parse_prefixes(self.prefixes, "prefixes"))
             self._check()
@@ -264,6 +267,14 @@ def similarity_symbol(name: str) -> Symbol | None:
 guide = Symbol("z_guide_query_guide_key", real=True)
 
 
+def word_of(symbol: Symbol) -> str:
+    """How a formula's author writes the symbol."""
+    if symbol == guide:
+        return "guide"
+    sides = re.fullmatch("z_(query|key)_(query|key)", symbol.name)
+    return f'similarity("{sides[1]}", "{sides[2]}")' if sides else str(symbol.name)
+
+
 def _without_arrays(*args: Any) -> None:
     """Raises LossError for a tensor or an array among the arguments of a function."""
     for each in args:
@@ -351,7 +362,7 @@ def _sized(function: Any, u: Expr) -> Expr:
     return function(u)
 
 
-exp, log, tanh = (partial(_sized, function) for function in (sympy.exp, sympy.log, sympy.tanh))
+exp, log, sqrt, tanh = (partial(_sized, function) for function in (sympy.exp, sympy.log, sympy.sqrt, sympy.tanh))
 _VALUES: dict[Any, Callable[..., Expr]] = {
     softplus: lambda u: sympy.log(1 + sympy.exp(u)),
     sigmoid: lambda u: 1 / (1 + sympy.exp(-u)),

@@ -33,8 +33,8 @@ _OF_PAIRS = r"h_i = h_{\ell_i} = \log \sum_l %s e^{x(q_i \cdot n_{il})} \text{ w
 _NEAR = r"\left[q_i \cdot n_{il} \le \theta_i\right]"
 _SCALES = {"query_scale": r"\beta_i", "key_scale": r"\gamma_j"}
 _OF_SCALES = {
-    "query_scale": r"q_i \cdot \frac{\partial L}{\partial q_i}, \quad \beta_i = \text{the factor of query } i",
-    "key_scale": r"k_j \cdot \frac{\partial L}{\partial k_j}, \quad \gamma_j = \text{the factor of key } j",
+    "query_scale": r"q_i \cdot \frac{\partial L}{\partial (\beta_i q_i)}, \quad \beta_i = \text{factor of query } i",
+    "key_scale": r"k_j \cdot \frac{\partial L}{\partial (\gamma_j k_j)}, \quad \gamma_j = \text{factor of key } j",
 }
 _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
 _BY_GUIDE = r"\frac{e^{y_{ij}}}{\sum_l e^{y_{il}}}"
@@ -82,7 +82,8 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     s is scale, b bias, M the number of queries, l_i the label of query i, and sigma the logistic function.
     """
     slope, dx_dscale = diff(derivation.logit, z), diff(derivation.logit, scale)
-    positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
+    at = "ii" if derivation.spec.positives == "diagonal" else r"i \ell_i"
+    positive = rf"p_i = x_{{{at}}}" if derivation.spec.positives in ("diagonal", "label") else ""
     if derivation.form.several:
         positive = _statistic_of_positives(derivation)
     scales = [_SCALES[name] for name in derivation.form.scaled]
@@ -115,6 +116,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = {times}{product}",
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
+        **({"positive_similarity": rf"z_i = z_{{{at}}}"} if derivation.form.formula.has(positive_z) else {}),
         **pooled_formulas(derivation, _text, *_POOLED),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
         **slopes_of_rows(derivation, _text, "a'_i", r"\alpha_i"),
@@ -130,7 +132,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
             if keyword not in STATES
         },
         **{
-            f"of_{name}": rf"\frac{{\partial L}}{{\partial {_SCALES[name]}}} = \frac{{1}}{{{_SCALES[name]}}} {side}"
+            f"of_{name}": rf"\frac{{\partial L}}{{\partial {_SCALES[name]}}} = {side}"
             for name, side in _OF_SCALES.items()
             if name in derivation.form.scaled
         },

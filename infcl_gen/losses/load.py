@@ -27,7 +27,7 @@ from infcl_gen.losses.printers import LONGEST_TEXT, display
 _LARGEST_NUMBER = 1e300
 _WORDS = sorted({*FUNCTIONS, *SYMBOLS, "guide", "similarity"})
 _read: ContextVar[tuple[str, ...]] = ContextVar("read", default=())  # the files that are being executed
-_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_SUMS = {ast.Add: operator.add, ast.Sub: operator.sub}
 
 
 def load_loss(name: object) -> LossSpec:
@@ -54,7 +54,7 @@ def load_loss(name: object) -> LossSpec:
         raise LossError(f"--loss: {file!r} defines no {attribute}; its losses: {', '.join(found) or 'none'}")
     spec = defined[attribute]
     if not isinstance(spec, LossSpec):
-        raise LossError(f"--loss: {attribute} in {file!r} is a {type(spec).__name__}, not a LossSpec")
+        raise LossError(f"--loss: {attribute} in {file!r} is of type {type(spec).__name__}, not LossSpec")
     return spec
 
 
@@ -134,22 +134,32 @@ def _built(node: ast.expr) -> Expr:
             return sympify(value)
         case ast.Name(id=name) if (symbol := SYMBOLS.get(name) or similarity_symbol(name)) is not None:
             return symbol
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_build(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if 0 < exponent <= 4:
             base = _build(left)  # with z, too, numbers grow: ((2 * z)**4)**4
             if not all(_moderate(number, _LARGEST_NUMBER**0.25) for number in base.atoms(Number)):
                 raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")
             return base**exponent
-        case ast.BinOp(left=left, op=ast.Div(), right=ast.BinOp(left=first, op=ast.Mult(), right=second)):
-            return _built(ast.BinOp(ast.BinOp(left, ast.Div(), first), ast.Div(), second))  # SymPy expands 2 * (z + 1)
-        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
-            return _OPERATIONS[type(operation)](_build(left), _build(right))
+        case ast.BinOp(op=ast.Mult() | ast.Div()) | ast.UnaryOp(op=ast.USub()):
+            return sympy.Mul(*_factors(node))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _SUMS:
+            return _SUMS[type(operation)](_build(left), _build(right))
         case ast.Call(func=ast.Name(id="sqrt"), args=[argument], keywords=[]):
             return sqrt(_build(argument))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
             return FUNCTIONS[name](*map(_build, arguments))
     raise ValueError(f"{ast.unparse(node)[:80]!r} is not in the loss language")
+
+
+def _factors(node: ast.expr) -> list[Expr]:
+    """The factors of a product. SymPy gets all at once: it expands 2 * (z + 1) alone, but not 2 * (z + 1) * scale."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return [*_factors(left), *_factors(right)]
+        case ast.BinOp(left=left, op=ast.Div(), right=right):
+            return [*_factors(left), *(1 / factor for factor in _factors(right))]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return [sympy.Integer(-1), *_factors(operand)]
+    return [_build(node)]
 
 
 def _instead(error: BaseException) -> str:

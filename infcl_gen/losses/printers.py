@@ -122,6 +122,8 @@ class Printer:
             raise LossError(f"{self.target}: {str(number)[:80]} has no value as a float") from error
         if not math.isfinite(value):
             raise LossError(f"{self.target}: the number {str(number)[:80]} is not finite")
+        if not value and number.is_nonzero:
+            raise LossError(f"{self.target}: the number {str(number)[:80]} is 0 as a float")
         if number.is_Rational and not self.floats:
             if number.is_Integer:
                 return str(number), (_ATOM if value >= 0 else _SUM)

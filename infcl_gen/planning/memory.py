@@ -17,7 +17,7 @@ from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 from infcl_gen.kernels.elementwise import LIBRARY_MULTIPLE
 from infcl_gen.kernels.statistics import LOSS_ROWS
-from infcl_gen.runtime.table import ALL, HOME, KEPT, OWN, RECEIVED, Copy, Place, Table, Transfer
+from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, STAYED, Copy, Place, Table, Transfer
 
 MIB = 2**20
 ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
@@ -83,7 +83,7 @@ class Buffer(NamedTuple):
 
 class BufferTerm(NamedTuple):
     """`pieces` tensors of one shape. `phase`: "both" (from forward to the end of backward), "forward", "backward",
-    "finish" (the gradients are written, and no buffer of a hop is left), or "after" (they are returned, and torch
+    "finish" (the gradients are written, and no scratch of a hop is left), or "after" (they are returned, and torch
     makes those of what they depend on)."""
 
     name: str
@@ -485,9 +485,9 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
         slots = sum(isinstance(place, int) for place in places)
         if slots:
             add("visiting", phase, "in use or in flight, in turns", slots, pieces=slots)
-        if HOME in places:
+        if STAYED in places:
             add("own", phase, "of this rank", 1)
-            add("own", "finish", "of this rank, beside those that are home again", 2, pieces=2)
+            add("own", "finish", "of this rank, beside those that come home and that leave", 3, pieces=3)
         elif slots and item.role(phase) == "summed" and in_last:
             add("own", "finish", "home again", 1)
         if KEPT in places and phase == ("forward" if found_first else "backward"):

@@ -244,7 +244,7 @@ def _pooled(v: Choice) -> list[TimeTerm]:
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:
-    """Of the sums for this rank's keys that a gather brings home; a ring, too, where its own part has not travelled."""
+    """To this rank's own sums: of each part that a gather brings home; in a ring of one, if the own part has stayed."""
     triangle = v.traits.triangle
     parts = Integer(1) if not v.gather else ceil_div(W - 1, 2) if triangle else W - 1
     term = TimeTerm("additions", phase, "end", bytes=3 * s * parts * n * D, launches=parts)

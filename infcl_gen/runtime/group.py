@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 15  # raise it with every change of what ranks send to each other
+PROTOCOL = 16  # raise it with every change of what ranks send to each other
 
 # The header that each rank sends to all others before a trip. Texts are cut to 14 ASCII characters. The protocol comes
 # first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.

@@ -43,7 +43,7 @@ OWN = "own"  # of this rank's keys
 KEPT = "kept"  # left by forward for backward: the keys that it ends with
 ALL = "all"  # the owner's part of a tensor of all ranks' keys
 RECEIVED = "received"  # one buffer per sender
-HOME = "home"  # of a ring's sums the own part, which does not travel
+STAYED = "stayed"  # of a ring's sums the own part, which does not travel
 
 SHARE_ROWS = 8  # shares of a block begin at multiples of it: of the library's inner extents, and of 16 bytes
 # The first half of the queries ends at a multiple: of what kernels are compiled apart for, and if it can of a tile.
@@ -102,7 +102,7 @@ class Share(NamedTuple):
 class Step(NamedTuple):
     owner: Move | None  # whose keys are worked on; None: no work
     unchanged: Place = OWN  # where their unchanged tensors are
-    sums: Place = OWN  # where their summed tensors are; after the last step, those of the own keys
+    sums: Place = OWN  # where their summed tensors are; after the last step, what has come home for the own keys
     fresh: bool = True  # nothing was added to the sums before
     sends: tuple[Transfer, ...] = ()  # start beside this step's work, behind the work of earlier steps
     unchanged_from: int = -1  # the step whose transfers the work waits for; -1: the unchanged tensors are here
@@ -294,8 +294,8 @@ def _back(move: Move) -> Move:
 def _ring_forward(table: Table) -> tuple[Step, ...]:
     names, sums = ([item.name for item in table.named(role, "forward")] for role in ("unchanged", "summed"))
     owners, moves = _owners(table), _moves(table)
-    last, here = len(owners) - 1, table.begins_and_ends_here
-    first = int(table.triangle or here)  # which step begins the sums that travel
+    last, twice = len(owners) - 1, table.begins_and_ends_here  # twice: on the own keys
+    first = int(table.triangle or twice)  # which step begins the sums that travel
 
     def place(hop: int) -> Place:
         return hop % 2 if not table.keeps else KEPT if (last - hop) % 2 == 0 else 0
@@ -310,17 +310,17 @@ def _ring_forward(table: Table) -> tuple[Step, ...]:
             sends += tuple(Transfer(name, owner, moves[hop], place(hop), place(hop + 1)) for name in names)
         copies = () if hop else tuple(Copy(name, OWN, place(0)) for name in names)
         sums_from = hop if hop > first and sums else -1
-        halved, part = _is_halved(table, owner), int(here and not hop)
-        added_to, fresh = HOME if part else hop % 2, hop == first or part == 1
+        halved, part = _is_halved(table, owner), int(twice and not hop)
+        added_to, fresh = STAYED if part else hop % 2, hop == first or part == 1
         steps.append(Step(owner, place(hop), added_to, fresh, sends, hop - 1, sums_from, copies, halved, part))
-    home = (last + 1) % 2
-    if here:
-        steps.append(Step(HERE, OWN, HOME, False, follow(last), part=2))
-        steps.append(Step(None, OWN, home, False, sums_from=last + 1))
+    arrived = (last + 1) % 2
+    if twice:
+        steps.append(Step(HERE, OWN, STAYED, False, follow(last), part=2))
+        steps.append(Step(None, OWN, arrived, False, sums_from=last + 1))
     elif sums:
         read = [item.name for item in table.named("unchanged", "backward") if table.keeps]
         finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)
-        steps.append(Step(None, OWN, home, False, follow(last), -1, last + 1, finished))
+        steps.append(Step(None, OWN, arrived, False, follow(last), -1, last + 1, finished))
     return tuple(steps)
 
 

@@ -14,7 +14,7 @@ from torch.autograd import profiler
 
 from .group import Group, Layout, Message
 from .launch import panel, panel_columns
-from .table import HERE, HOME, KEPT, OWN, RECEIVED, Place, Share, Step, Table, Transfer
+from .table import HERE, KEPT, OWN, RECEIVED, STAYED, Place, Share, Step, Table, Transfer
 
 T = TypeVar("T")
 _Agree = Callable[[], None]
@@ -162,9 +162,9 @@ class _Rooms:
     of       the tensor of the owner's keys in a place
     size     bytes of a transfer
     ends     the message that is sent, and the one received; None for nothing
-    home     the finished sums of the own keys, from this place
+    home     the finished sums of the own keys, from this place and what has stayed
     others   of a triangle the sums of other ranks for the own keys, from this place
-    release  frees all but the finished sums in this place: memory for the results
+    release  frees all but the finished sums in this place, and what has stayed: memory for the results
     """
 
     def __init__(self, table: Table, phase: str, layout: Layout, tensors: Tensors) -> None:
@@ -212,15 +212,18 @@ class _Slots(_Rooms):
         return Message(source, to, tag), Message(target, origin, tag)
 
     def home(self, name: str, place: Place) -> Tensor:
-        arrived = self.of(name, place, self._layout.rank)
-        return self.of(name, HOME, self._layout.rank).add_(arrived) if self._table.begins_and_ends_here else arrived
+        here = self._layout.rank
+        arrived, stayed = self.of(name, place, here), self._slots.pop((name, STAYED), None)
+        return arrived if stayed is None else arrived.add_(self._first(name, stayed, self._count(name, here)))
 
     def others(self, name: str, place: Place) -> list[Tensor]:
         return [self.home(name, place)]
 
     def release(self, place: Place) -> None:
         read = {item.name for item in self._table.named("unchanged", self._phase)}
-        self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] in (HOME, place)}
+        self._slots = {
+            key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] in (STAYED, place)
+        }
 
     def _most(self, name: str) -> int:
         return 1 if self._items[name].once else self._largest

@@ -148,6 +148,7 @@ def check_ratios(made: Made) -> None:
         made("panel", dtype="fp16", profile="mi300x"),
         made("panel", devices=2, settings={"transport": "ring"}),
         made("panel", devices=2, settings={"transport": "gather"}),
+        made("panel", "siglip", devices=2, settings={"transport": "ring"}),
         made("fused"),
         made("fused", "infonce", dtype="fp16"),
         made("fused", devices=2, settings={"transport": "ring", "keeps": "off"}),

@@ -630,7 +630,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "a number of all queries in a logit": (
         spec(INFONCE_OF(X + logsumexp_over_all_positives(positive(z)))),
-        "has another reduction in it: write it with z, scale and bias alone",
+        "in it: write it with z, scale and bias alone",
     ),
     "weights of pairs": (
         spec(sum_over_pairs(query_weight * softplus(X)) / queries),

@@ -76,6 +76,15 @@ def test_what_memory_and_work_know_of_communication_is_what_its_table_does() -> 
         assert ("additions" in {phase.name for phase in plan.phases}) == plan.gather
 
 
+@pytest.mark.parametrize("devices", [2, 5])
+def test_a_ring_adds_what_comes_home_to_what_has_stayed(devices: int) -> None:
+    """One pass over the own sums, read twice and written, whatever the number of ranks. Planted: one for each."""
+    flags = {"loss": "siglip", "batch_size": 1024 * devices, "devices": devices, "set": {"transport": "ring"}}
+    phases = {phase.name: phase for phase in plan_flags(**flags).phases}
+    assert phases["additions"].bytes == 3 * 1024 * 768 * 4
+    assert "additions" not in {phase.name for phase in plan_flags(**flags, frozen="key").phases}
+
+
 def test_a_buffer_is_its_shape() -> None:
     sizes = {"bf16": 2, "fp32": 4, "fp64": 8, "int32": 4, "int64": 8, "uint8": 1}
     for flags in (

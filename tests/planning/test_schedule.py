@@ -81,6 +81,8 @@ def test_a_forward_with_gradients_sends_beside_work(way: tuple[str, int, int]) -
     assert (works[0].owner, works[0].part) == (works[-1].owner, works[-1].part - 1) == (HERE, 1)
     assert walked.owners[0] == HERE and not any(step.part for step in works[1:-1])
     assert walked.transfers == 2 * (world - 1)
+    # Its work waits for no sums: the last ones come home beside it, or behind it.
+    assert works[-1].sums_from == -1 and steps[-1].owner is None and steps[-1].sums_from == len(steps) - 2
     assert all(step.owner is not None for step in steps if step.sends)
     assert sum(map(table.work, steps)) == pytest.approx(1)
     with pytest.raises(VerificationError, match="contributions"):

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from infcl_gen.errors import VerificationError
-from infcl_gen.runtime.table import ALL, HERE, HOME, KEPT, OWN, RECEIVED, Move, Place, Step, Table, Transfer
+from infcl_gen.runtime.table import ALL, HERE, KEPT, OWN, RECEIVED, STAYED, Move, Place, Step, Table, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Rank:
                 if content is None or content.owner != owner or content.added is None:
                     raise self._error(f"the {item.name} of {owner} are not there")
                 added = content.added
-                if (item.name, HOME, None) in self._held:
+                if (item.name, STAYED, None) in self._held:
                     added = self._with_own(item.name, added)
                 if len(added) != self._contributors:
                     raise self._error(f"the {item.name} of {owner} have {len(added)} contributions")
@@ -118,7 +118,7 @@ class _Rank:
 
     def _with_own(self, name: str, arrived: set[tuple[Move, int]]) -> set[tuple[Move, int]]:
         """What has come home to a ring, with the own part, which has not travelled."""
-        own = self._held[name, HOME, None].added
+        own = self._held[name, STAYED, None].added
         if own is None or own & arrived:
             raise self._error(f"the {name} that have come cannot be added to the own part")
         return own | arrived

@@ -308,11 +308,12 @@ class Ring:
 class Echo(Ring):
     """Rank 0 of a ring of any size, alone: what it sends is what it receives. For what does not depend on the values.
 
-    shards: how many queries, and as many keys, each rank holds; the rank itself holds `shards[0]`.
+    shards: how many queries each rank holds, and as many keys unless `keys` says how many; the rank itself holds
+    `shards[0]`.
     """
 
-    def __init__(self, shards: Sequence[int], table: Table | None = None) -> None:
-        self.rank, self.size, self.shards = 0, len(shards), shards
+    def __init__(self, shards: Sequence[int], table: Table | None = None, keys: Sequence[int] | None = None) -> None:
+        self.rank, self.size, self.shards, self.keys = 0, len(shards), shards, keys or shards
         self.tables = {} if table is None else {self.size: table}
         self.labels_checked = set()
         self.layouts = {}
@@ -329,7 +330,8 @@ class Echo(Ring):
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
     ) -> list[dict[str, Any]]:
         order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": 0}
-        return [{**header, **order, "rows": count, "keys": count} for count in self.shards]
+        counts = zip(self.shards, self.keys, strict=True)
+        return [{**header, **order, "rows": rows, "keys": keys} for rows, keys in counts]
 
     def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
         for sent, got in zip(sends, receives, strict=True):

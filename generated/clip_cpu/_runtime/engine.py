@@ -718,7 +718,7 @@ def _finished(
     schedule, layout, q, k = sweep.package.schedule, sweep.layout, sweep.call.q, sweep.call.k
     trip, in_place, of_keys = begin(), weighting.in_place, weighting.products.of_keys
     dq_sum = weighting.query_sums(dq, q.shape[0])
-    scratch, fresh = None, True
+    scratch, fresh, sums = None, True, None
     for block in sweep.visits(trip):
         row, rows = trip.share[:2]
         if scratch is None:
@@ -727,13 +727,12 @@ def _finished(
             panel(dq_sum, rows, q.shape[0] - rows).zero_()
         if sweep.renormalised is not None:
             block = sweep.renormalised.with_sums(block, trip, *weighting.products)
-        how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
-        dq_part = None if dq_sum is None else panel(dq_sum, row, rows)
-        schedule.backward_block(block, dq_part, trip["key gradients"] if of_keys else None, scratch, **how)
+        sums = None if dq_sum is None else panel(dq_sum, row, rows), trip["key gradients"] if of_keys else None
+        schedule.backward_block(block, *sums, scratch, fresh_dq=fresh, fresh_dk=trip.fresh, arrive=trip.arrive)
         if sweep.means is not None and of_keys:
             sweep.means.work(trip, trip.fresh)
         fresh = False
-    del scratch  # its memory is for the results
+    del scratch, sums  # their memory is for the results
     if dq_sum is not None:
         if dq is None and weighting.gradients & QUERIES:
             dq = dq_sum if in_place else q.new_empty(q.shape)

@@ -165,7 +165,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
         raise BatchTooLargeError(
             f"{package.name} was generated for at most {counted(package.batch_size, package.key_count)}, but "
             f"the batch has {counted(queries, keys)}; regenerate: {package.regenerate.format(**sizes)}; "
-            "a loss without sizes grows by one call outside torch.compile",
+            "a ContrastiveLoss without sizes grows with its batches: under torch.compile, call it once outside",
             queries,
             keys,
         )
