@@ -84,7 +84,9 @@ INSTEAD = (
     "formulas have no comparisons, sorting, random numbers or tensors: use maximum(u, v), step, query_weight, ids, or "
     "for the largest a steep logsumexp_over_keys"
 )
+_MARGIN = "math.cos(m) * z - math.sin(m) * sqrt(maximum(1 - z**2, 1e-12)) for cos(acos(z) + m)"
 _SUBSTITUTES = {  # of SymPy's functions and relations
+    "cos": _MARGIN, "acos": _MARGIN,
     "Max": "maximum(u, v)", "Min": "-maximum(-u, -v)", "Abs": "maximum(u, -u)", "Heaviside": "step(u)",
     "sign": "2 * step(u) - 1", "Piecewise": "terms times step(u) and 1 - step(u)",
     "StrictGreaterThan": "step(u - v) for u > v", "StrictLessThan": "step(v - u) for u < v",

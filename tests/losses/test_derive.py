@@ -861,6 +861,7 @@ REFUSED = {
 OUTSIDE = {
     "unknown function": (sympy.sin(scale * z), "sin is not in the loss language; its functions are .*, sqrt$"),
     "the larger": (sympy.Max(z, 0), r"Max is not in the loss language: write maximum\(u, v\)$"),
+    "a margin of an angle": (sympy.cos(sympy.acos(z) + 0.3), r"cos is not .*: write math\.cos\(m\) \* z - math\.sin"),
     "a magnitude": (abs(z), r"Abs is not in the loss language: write maximum\(u, -u\)$"),
     "a fifth power": ((scale * z) ** 5, "powers of the loss language are .* not scale"),
     "a cube root": (z ** sympy.Rational(1, 3), "powers of the loss language"),
