@@ -551,7 +551,7 @@ def _derived(form: Form) -> Derivation:
             triton_code(expression)
             torch_code(expression)
     except LossError as error:
-        how = "write lower powers, or fewer functions inside of functions"
+        how = "write fewer functions inside of functions"
         raise LossError(f"its derivative has what kernels cannot compute: {error}; {how}") from None
     return derivation
 

@@ -642,7 +642,8 @@ def _ratio(expression: Expr, logit: Expr) -> Expr:
     )
     first = min(of_logit, key=sympy.default_sort_key)
     times = parts[first] / of_logit[first]
-    same = parts.keys() == of_logit.keys() and all(parts[each] == times * of_logit[each] for each in of_logit)
+    off = (abs(parts[each] - times * of_logit[each]) - abs(parts[each]) * 1e-14 for each in of_logit)
+    same = parts.keys() == of_logit.keys() and all(each <= 0 for each in off)
     return times if same and times > 0 else Integer(0)
 
 

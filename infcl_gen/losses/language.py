@@ -77,7 +77,7 @@ __all__ = [
 Reduction = Literal["mean", "none"]
 Positives = Literal["diagonal", "label", "id", "none"]
 
-LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
+LARGEST_FORMULA = 1024  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
 _COUNTED = 1_000_000  # parts or terms, no further
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
 INSTEAD = (
@@ -152,6 +152,7 @@ class LossSpec:
         if not isinstance(self.formula, Expr):
             raise LossError(f"the formula must be a SymPy expression, not {type(self.formula).__name__}")
         check_size(self.formula)
+        object.__setattr__(self, "formula", _evaluated(self.formula, {}))
         _check_words(self.formula, set())
         for symbol in sorted(self.formula.free_symbols, key=str):
             if symbol not in SYMBOLS.values() and symbol != similarity_symbol(symbol.name):
@@ -218,6 +219,20 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
         raise LossError(f"{name} is not in the loss language{known}")
     for argument in expression.args:
         _check_words(argument, checked)
+
+
+def _evaluated(expression: Expr, done: dict[Expr, Expr]) -> Expr:
+    """The expression as SymPy makes it of its parts, which stored text gives again: pi and softplus(1) are numbers,
+    2 * (z + 1) is a sum, and the exponents 2.0 and 0.5 are 2 and 1/2."""
+    if isinstance(expression, sympy.NumberSymbol):
+        return sympy.Float(expression)
+    if expression.args and expression not in done:
+        parts = [_evaluated(each, done) for each in expression.args]
+        if expression.is_Pow and parts[1].is_Float:
+            parts[1] = next((each for each in _EXPONENTS if float(each) == float(parts[1])), parts[1])
+        numbers = expression.func in _VALUES and all(each.is_number for each in parts)
+        done[expression] = sympy.N(_VALUES[expression.func](*parts)) if numbers else expression.func(*parts)
+    return done.get(expression, expression)
 
 
 def is_identifier(name: object) -> bool:

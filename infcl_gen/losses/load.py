@@ -22,7 +22,7 @@ from infcl_gen.files import checksum
 from infcl_gen.inputs.text import one_line, suggestion
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
 from infcl_gen.losses.language import FUNCTIONS, INSTEAD, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
-from infcl_gen.losses.printers import LONGEST_TEXT, display
+from infcl_gen.losses.printers import LARGEST_POWER, LONGEST_TEXT, display
 
 _LARGEST_NUMBER = 1e300
 _WORDS = sorted({*FUNCTIONS, *SYMBOLS, "guide", "similarity"})
@@ -134,9 +134,11 @@ def _built(node: ast.expr) -> Expr:
             return sympify(value)
         case ast.Name(id=name) if (symbol := SYMBOLS.get(name) or similarity_symbol(name)) is not None:
             return symbol
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if 0 < exponent <= 4:
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if (
+            0 < exponent <= LARGEST_POWER
+        ):
             base = _build(left)  # with z, too, numbers grow: ((2 * z)**4)**4
-            if not all(_moderate(number, _LARGEST_NUMBER**0.25) for number in base.atoms(Number)):
+            if not all(_moderate(number, _LARGEST_NUMBER ** (1 / exponent)) for number in base.atoms(Number)):
                 raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")
             return base**exponent
         case ast.BinOp(op=ast.Mult() | ast.Div()) | ast.UnaryOp(op=ast.USub()):

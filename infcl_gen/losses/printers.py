@@ -43,6 +43,7 @@ def temporary(number: int) -> Symbol:
     return Symbol(f"t{number}", real=True)
 
 
+LARGEST_POWER = 8  # of derivatives of powers up to 4
 LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
 _SYMBOLS = {**language.SYMBOLS, **{each.name: each for each in _OWN}}
@@ -167,7 +168,10 @@ class Printer:
             return f"{one} / {self._bound(1 / expression, names, _POWER)}", _PRODUCT
         if exponent == sympy.Rational(1, 2):
             return self.functions[sympy.sqrt].format(self._print(base, names)[0]), _ATOM
-        if exponent.is_Integer and 2 <= exponent <= 4:
+        whole, half = divmod(exponent, 1)
+        if half == sympy.Rational(1, 2):  # of a derivative: u / (1 + u**2)**(3/2)
+            return self._product(sympy.Mul(base**whole, sympy.sqrt(base), evaluate=False), names)
+        if exponent.is_Integer and 2 <= exponent <= LARGEST_POWER:
             text = self._bound(base, names, _ATOM)
             return (" * ".join([text] * exponent), _PRODUCT) if self.floats else (f"{text}**{exponent}", _POWER)
         raise LossError(f"{self.target} has no translation for the power {expression}")

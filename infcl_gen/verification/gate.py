@@ -128,7 +128,7 @@ def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list
     assert result[0] is not None
     largest = min(torch.finfo(result[0].dtype).max / LARGEST_BATCH, LARGEST_LOSS)
     if bool((truth.reference.loss.abs() > largest).all()):
-        return [_too_large(result[0], truth.reference.loss)]
+        return [_too_large(result[0], truth.reference.loss, truth.bound.loss)]
     return [_judge(*each) for each in compared(result, *parts)]
 
 
@@ -141,8 +141,9 @@ def gate_states(given: Mapping[str, Any], truth: Truth) -> list[GateRow]:
     return rows
 
 
-def _too_large(loss: Tensor, reference: Tensor) -> GateRow:
-    near = torch.isclose(loss.to(reference), reference, rtol=1e-3)
+def _too_large(loss: Tensor, reference: Tensor, bound: Tensor) -> GateRow:
+    allowed = BOUND_FACTOR * float(bound) if bool(bound.isfinite()) else 0.0
+    near = torch.isclose(loss.to(reference), reference, rtol=1e-3, atol=allowed)
     passed = bool(near | ~loss.isfinite().to(near.device))
     return GateRow("loss", passed, 0.0, f"loss: {float(loss):.2e}, and {float(reference):.2e} leaves the range")
 

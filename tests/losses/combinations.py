@@ -250,7 +250,7 @@ def refusals(one: Combination) -> list[str]:
         "logsumexp_over_all_positives has": one.pooled and both,
     }
     if any(reasons.values()):
-        reasons["at most 1000 parts"] = one.term == "focal"
+        reasons["at most 1024 parts"] = one.term == "focal"
     return [reason for reason, holds in reasons.items() if holds]
 
 

@@ -271,6 +271,23 @@ def test_nan_must_come_out_where_it_went_in() -> None:
     assert [row.quantity for row in gate(finite, truth) if not row.passed] == ["dq"]
 
 
+def test_a_loss_near_the_end_of_the_range_has_its_bound() -> None:
+    """Beyond 3.2e32 fp32 has a thousandth, or the bound where that is more. Planted: the thousandth alone."""
+    inputs = example("fp32")
+    package = PACKAGES["infonce"]
+    truth = truth_of(package, inputs)
+    large = torch.tensor(2e33, dtype=torch.float64)
+
+    def fails(factor: float, bound: float) -> bool:
+        limits = truth.bound._replace(loss=bound * large)
+        found = by_shares(package, *inputs)._replace(loss=(factor * large).float())
+        reference = truth.reference._replace(loss=large)
+        return bool(failures(gate(found, dataclasses.replace(truth, reference=reference, bound=limits))))
+
+    assert not fails(1.0005, 0.0) and not fails(1.003, 0.002) and not fails(math.inf, 0.0)
+    assert fails(1.003, 0.0) and fails(1.003, math.inf) and fails(1.01, 0.002)
+
+
 def test_a_loss_beyond_the_range_promises_no_gradients() -> None:
     """Terms of rince reach e^(8000): fp64 has both infinities, and so NaN, of which one element of dq is infinite.
 

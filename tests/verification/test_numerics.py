@@ -2,18 +2,36 @@
 
 import dataclasses
 import functools
+import math
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+import sympy
 import torch
 from hypothesis import strategies as st
 
 import infcl_gen
 from infcl_gen.inputs.problem import make_problem
-from infcl_gen.losses import BUILTIN_LOSSES
+from infcl_gen.losses import BUILTIN_LOSSES, LossSpec, spec_as_dict, spec_from_dict
+from infcl_gen.losses.language import (
+    bias,
+    exp,
+    is_positive,
+    logsumexp_over_keys,
+    maximum,
+    mean_over_queries,
+    positive,
+    queries,
+    scale,
+    softplus,
+    sqrt,
+    sum_over_pairs,
+    z,
+)
 from infcl_gen.verification import verify
 from infcl_gen.verification.gate import failures
 from infcl_gen.verification.properties import (
@@ -122,6 +140,47 @@ def test_losses_of_the_documentation_are_right(code: str, tmp_path: Path) -> Non
         case = Case(65, 65, 16, "fp32", 3.0, seed=2)
         checked(module, case, "cpu")
         assert nan_misplaced(module, inputs_of(module, case)) == []
+
+
+_SURPRISE = logsumexp_over_keys(scale * z) - positive(scale * z)
+OF_ONES_OWN = {  # none is in the documentation: no scale, named constants, powers that only the derivative has, a hinge
+    "fixed": (mean_over_queries(logsumexp_over_keys(z / 0.07) - positive(z / 0.07)), "label"),
+    "fixed_pairs": (sum_over_pairs(softplus((1 - 2 * is_positive) * (10 * z + bias))) / queries, "diagonal"),
+    "constants": (mean_over_queries(softplus(exp(1) * _SURPRISE) * sympy.pi / (3 + softplus(1))), "label"),
+    "undistributed": (mean_over_queries(softplus(sympy.Mul(2, _SURPRISE, evaluate=False))), "label"),
+    "roots": (mean_over_queries(_SURPRISE / sqrt(1 + _SURPRISE**2.0) + (1 + _SURPRISE**2) ** 0.5), "label"),
+    "powers": (mean_over_queries(1 / (1 + softplus(_SURPRISE)) ** 4), "label"),
+    "weighed": (
+        sum_over_pairs((1 - is_positive) * (2 * softplus(scale * z)) / 3 - is_positive * scale * z) / queries,
+        "diagonal",
+    ),
+    "hinge": (
+        sum_over_pairs(is_positive * (1 - scale * z) + (1 - is_positive) * maximum(scale * z - 0.3, 0) ** 2) / queries,
+        "diagonal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONES_OWN)
+def test_losses_of_ones_own_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `verify` finds them, read back from text. Planted: NaN in dscale of a loss without scale was refused; so was
+    that of a hinge, where autograd drops it, and in a row of dq that has none it is."""
+    spec = LossSpec(name, *OF_ONES_OWN[name])
+    assert spec_from_dict(spec_as_dict(spec)) == spec
+    module = infcl_gen.load(loss=spec, batch_size=65, dim=16, dtype="fp32", target="cpu")
+    case = Case(65, 65, 16, "fp32", 3.0, seed=2, features="zero_rows")
+    checked(module, case, "cpu")
+    inputs = inputs_of(module, case)
+    assert nan_misplaced(module, inputs) == []
+    found = module.loss_and_grads
+
+    def spoilt(*args: Any, **how: Any) -> Any:
+        loss, dq, *rest = found(*args, **how)
+        dq[0] = math.nan
+        return (loss, dq, *rest)
+
+    monkeypatch.setattr(module, "loss_and_grads", spoilt)
+    assert nan_misplaced(module, inputs) == ["dq"]
 
 
 @pytest.mark.parametrize("loss", BUILTIN_LOSSES)
