@@ -203,7 +203,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 450 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 455 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -232,15 +232,14 @@ def test_the_source_stays_small() -> None:
     20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a module's wrong
     arguments where it is made, 26 refuse wrong prefixes and losses of a call, and pairs before there is a plan;
     5 keep the own part of a ring's sums at home, 28 read products back as they were written, and name what a refused
-    formula has in its author's words, 35 make a formula of its parts as its text does, and say which numbers NaN
-    reaches,
-    29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a gather's rows
-    with the own keys; 850 make pages.
+    formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
+    reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
+    gather's rows with the own keys; 850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 24_450, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 24_455, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_094 and pages <= 850 and step <= 3_500

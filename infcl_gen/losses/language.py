@@ -152,7 +152,10 @@ class LossSpec:
         if not isinstance(self.formula, Expr):
             raise LossError(f"the formula must be a SymPy expression, not {type(self.formula).__name__}")
         check_size(self.formula)
-        object.__setattr__(self, "formula", _evaluated(self.formula, {}))
+        try:
+            object.__setattr__(self, "formula", _evaluated(self.formula, {}))
+        except RecursionError:
+            raise LossError("the formula is nested too deeply: write fewer functions inside of functions") from None
         _check_words(self.formula, set())
         for symbol in sorted(self.formula.free_symbols, key=str):
             if symbol not in SYMBOLS.values() and symbol != similarity_symbol(symbol.name):

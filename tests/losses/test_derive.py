@@ -1021,6 +1021,16 @@ def test_nested_functions_are_refused_at_once(case: tuple[Any, str], times: int)
     assert calls(refused) < 4_000_000  # about a second
 
 
+@pytest.mark.parametrize("times", [400, 480, 700])
+def test_a_deep_formula_is_refused(times: int) -> None:
+    """Planted: Python's RecursionError."""
+    term = positive(X)
+    for _ in range(times):
+        term = sigmoid(term)
+    with pytest.raises(LossError, match=r"nested too deeply|at most 1024 parts|characters"):
+        derive(spec(mean_over_queries(term)))
+
+
 def test_a_product_of_sums_counts_as_it_is_multiplied_out() -> None:
     for factors, terms in ((10, "2048"), (30, "over 1000000")):
         with pytest.raises(LossError, match=f"at most 1024 parts, .*this one has [0-9]+ and {terms}$"):
