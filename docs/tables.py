@@ -215,7 +215,7 @@ def section(spec: LossSpec) -> str:
     keys = "as many as queries" if traits.paired else "any number"
     planned = plans(spec)
     by_rows = any(plan.strategy == "rows" for plan in planned)
-    in_backward = f"{plans(spec, strategy='panel')[0].products:.3g}" if by_rows else ""
+    by_panels = f"{plans(spec, strategy='panel')[0].products:.3g}" if by_rows else ""
     of_rows = PAIRS if traits.partnered else OF_ROWS if traits.labels else OTHER_ROWS
     ids = "`query_ids`" if traits.triangle else "`query_ids`, `key_ids`"
     lines = [
@@ -232,7 +232,7 @@ def section(spec: LossSpec) -> str:
         ("gradients", FROM_ROWS if traits.triangle else BY_ROWS if by_rows else WHEN_KNOWN[traits.known]),
         (
             "products",
-            products(planned) + f"; {in_backward} without `rows`" * by_rows + "; 1 without gradients" * traits.at_once,
+            products(planned) + f"; {by_panels} without `rows`" * by_rows + "; 1 without gradients" * traits.at_once,
         ),
     ]
     table = _table(("trait", spec.name), lines)

@@ -43,7 +43,7 @@ def temporary(number: int) -> Symbol:
     return Symbol(f"t{number}", real=True)
 
 
-LARGEST_POWER = 8  # of derivatives of powers up to 4
+LARGEST_POWER = 5  # of the derivative of 1 / u**4
 LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
 _SYMBOLS = {**language.SYMBOLS, **{each.name: each for each in _OWN}}
