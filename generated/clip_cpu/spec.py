@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2fc1232078da7e9bfa794a7414af9a5f356481f2a8eb16ae4d8757fbb1fb5a95",
+    "digest": "49e44b21b22873676c22cf97b6bfa73a4d15bd93176e628249d728d5b2600451",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "54f1001c401292e3783f4c8232049a028cfbd7f4e8b30798d00a4c7d0c290fb8",
+    "digest": "6933a41d37c8988b015a599b1dfd456825d8cbd7a3618e4fde536d866d8fc4b6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

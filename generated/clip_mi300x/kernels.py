@@ -169,8 +169,8 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
     for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * FORWARD_ROWS
         rows = row0 + tl.arange(0, FORWARD_ROWS)
-        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                       FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                       k_depth_stride, FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
         p = tl.exp2(tl.fma(z, slope, -shared))
         if MASKED:
             p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
@@ -393,8 +393,8 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_rati
     for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * GRADIENT_ROWS
         rows = row0 + tl.arange(0, GRADIENT_ROWS)
-        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                       GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
+        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                       k_depth_stride, GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
         own_rows = tl.minimum(rows, queries - 1)
         e = tl.load(query_exponent + own_rows)
         a = QUERY_SHARE / tl.load(query_mantissa + own_rows)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "e0ce2e1b2d313fd961011b3b5d8767e539342560547c84f024634f93eec994b0",
+    "digest": "c936d4fd87f1799abf81be6fdb0150c4b68ef6ed95e863d53bbab77db45c7132",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

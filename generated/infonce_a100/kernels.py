@@ -153,8 +153,8 @@ def forward(q, k, scale_ptr, bias_ptr, own_reference, row_exponent, row_sum, fla
     for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * FORWARD_ROWS
         rows = row0 + tl.arange(0, FORWARD_ROWS)
-        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                       FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                       k_depth_stride, FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
         row_reference = tl.load(own_reference + tl.minimum(rows, queries - 1))
         p = tl.exp2(tl.fma(z, slope, -row_reference[:, None]))
         if MASKED:
@@ -339,8 +339,8 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queri
     for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * GRADIENT_ROWS
         rows = row0 + tl.arange(0, GRADIENT_ROWS)
-        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                       GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
+        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                       k_depth_stride, GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
         own_rows = tl.minimum(rows, queries - 1)
         e = tl.load(query_exponent + own_rows)
         a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
@@ -484,20 +484,6 @@ def weighted_queries(q, share, out, rows, q_row_stride, q_depth_stride):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def weighted_sums(total, share, rows):
-    """total (rows, D), which holds p k, becomes g k: each row times its share."""
-    r = tl.program_id(0) * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
-    factor = tl.load(share + r, mask=r < rows, other=0.0)[:, None]
-    for depth0 in range(0, DIM, FINISH_DEPTH):
-        d = depth0 + tl.arange(0, FINISH_DEPTH)
-        mask = (r < rows)[:, None] & (d < DIM)[None, :]
-        places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
-        source = total + places
-        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        tl.store(total + places, (value * factor).to(total.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows"])
 def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride,
         FRESH: tl.constexpr, WIDEN: tl.constexpr):
     """One tile of total (rows, D) += g (rows, inner) x (inner, D), any strides of g and x; total is contiguous, fp32.
@@ -528,10 +514,11 @@ def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stri
 
 
 @triton.jit(do_not_specialize=["rows"])
-def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
-        DOTS: tl.constexpr):
+def finish(total, share, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride,
+        x_depth_stride, DOTS: tl.constexpr, SHARED: tl.constexpr):
     """out (rows, D) = upstream * weight * (scale) * total, rounded once, to the features' dtype.
 
+    SHARED: each row of total is multiplied by its `share` first.
     DOTS: dots[program] = sum over its rows of x . total, of which `scalars` makes dscale: on the side of queries.
     """
     program = tl.program_id(0)
@@ -546,6 +533,8 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         mask = (r < rows)[:, None] & (d < DIM)[None, :]
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
         value = tl.load(total + places, mask=mask, other=0.0)
+        if SHARED:
+            value *= tl.load(share + r, mask=r < rows, other=0.0)[:, None]
         if DOTS:
             feature = tl.load(x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
                               mask=mask, other=0.0)

@@ -274,11 +274,12 @@ def _forward_keys(block, scratch, start, stop):
 
 def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
     """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then sum_i g_ij q_i added to dk,
-    as in `backward_block`, and dq = sum_j g_ij k_j. The block has all keys. dk: the sums for those of each rank, as
+    as in `backward_block`, and dq = sum_j p_ij k_j, which `finish` multiplies by `scratch.share`. The block has all
+    keys. dk: the sums for those of each rank, as
     triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. arrive(): called
     behind all sums for dk but the last. What `begin_rows` has begun in `scratch` is not computed again.
 
-    Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
+    Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So g k = share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
     """
     part, key0, fresh_queries, (q, k, scale, bias, *_) = block, 0, True, block
@@ -322,19 +323,18 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
         _add_product(total, panel_columns(g, first, keys).mT, weighted, fresh_dk)
     if dq is not None:
         _add_product(dq, g, k, True)
-        launch(kernels.weighted_sums, (cdiv(m, FINISH_ROWS),),
-            total=dq, share=share, rows=m, num_warps=4, num_stages=1)
 
 
-def finish(total, x, scale, bias, upstream, weight, out, dots=None):
+def finish(total, x, scale, bias, upstream, weight, out, dots=None, share=None):
     """out (m, D) = upstream * weight * the logit's own factor * total, in the features' dtype.
 
     dots[b] = the sum of x . total over FINISH_ROWS rows.
+    share (m,): what each row of total is multiplied by first.
     """
     launch(kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
-        total=total, x=x, out=out, dots=dots, scale_ptr=scale, bias_ptr=bias, upstream=upstream,
+        total=total, share=share, x=x, out=out, dots=dots, scale_ptr=scale, bias_ptr=bias, upstream=upstream,
         weight=weight * 2.0**-GRADIENT_EXPONENT, rows=total.shape[0], x_row_stride=x.stride(0),
-        x_depth_stride=x.stride(1), DOTS=dots is not None, num_warps=4, num_stages=1)
+        x_depth_stride=x.stride(1), DOTS=dots is not None, SHARED=share is not None, num_warps=4, num_stages=1)
 
 
 def scalar_gradients(dots, scale, bias, upstream, weight, rows):

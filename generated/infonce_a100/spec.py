@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "1ab6de3a91f990113c8120b4135c26f47e7edcb2ee996fb33ab2eb1cc8377114",
+    "digest": "3a055a378349d1764af8c919d36927026f6f6d19e0e10fcd3d46859587b821be",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -108,7 +108,6 @@ SPEC: dict[str, Any] = {
         "shares": {"warps": 4, "stages": 1},
         "row_positives": {"warps": 4, "stages": 1},
         "weighted_queries": {"warps": 4, "stages": 1},
-        "weighted_sums": {"warps": 4, "stages": 1},
         "product": {"warps": 8, "stages": 3},
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},

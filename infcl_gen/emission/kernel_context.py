@@ -16,7 +16,7 @@ from infcl_gen.kernels import forward, fused, hopper_slabs, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, Sides, formulas_of, left_out, others_left_out, triton_code
-from infcl_gen.losses.printers import p, pair_code, pair_code_of_y, x
+from infcl_gen.losses.printers import Printer, p, pair_code, pair_code_of_small_y, pair_code_of_y, x
 from infcl_gen.planning.candidates import PANEL_LIMIT
 from infcl_gen.planning.planner import Plan
 from infcl_gen.runtime.traits import Traits
@@ -29,6 +29,10 @@ def _clamped(places: str) -> str:
 _BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
     # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite."""
 _ABOUT_MEAN = "Before that `mean` (D,) times its share is added to each row of total."
+_ABOUT_SHARE = "SHARED: each row of total is multiplied by its `share` first."
+_TIMES_SHARE = """\
+if SHARED:
+    value *= tl.load(share + r, mask=r < rows, other=0.0)[:, None]"""
 _ADDED_MEAN = "value += {} * tl.load(mean + d, mask=d < DIM, other=0.0)[None, :]"
 _NOWHERE = "tl.full((ROWS,), -(2**30), tl.int32)"
 # A row or column of which a tile leaves out all has a sum of 0, and a reference that is a number.
@@ -91,6 +95,7 @@ _LOG2E = "LOG2E = tl.constexpr(1.4426950408889634)"
 _INTERPRETED = "INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without libdevice"
 _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
+_OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
 _LIBDEVICE = "from triton.language.extra import libdevice"
 _QUOTIENT = """if INTERPRETED:
         quotient = dividend / divisor
@@ -215,6 +220,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "plus_mean": f" {'-' if derivation.mean_share < 0 else '+'} {abs(derivation.mean_share)}"
         * (plan.traits.means or plan.traits.weighted),
         "about_mean": _ABOUT_MEAN if plan.traits.means else ABSENT,
+        "about_share": _ABOUT_SHARE if plan.rows else ABSENT,
+        "times_share": _TIMES_SHARE if plan.rows else ABSENT,
         "added_mean": _ADDED_MEAN.format(derivation.mean_share * unit) if plan.traits.means else ABSENT,
         "undo_exponent": "" if unit == 1 else f" * {1 / unit}",
         "dbias": float(derivation.dbias) * derivation.total_weight,
@@ -462,8 +469,8 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     term, slope = derivation.form.pair_term, derivation.pair_slope
     assert term is not None and slope is not None
 
-    def of_tile(expression: Expr, factor: float = 1.0, of: str = "x") -> str:
-        code = pair_code(expression) if of == "x" else pair_code_of_y(expression, {"x": of})
+    def of_tile(expression: Expr, factor: float = 1.0, of: str = "x", printed: Printer = pair_code) -> str:
+        code = printed(expression, {"x": of})
         code = code if factor == 1 else f"{factor} * ({code})"
         return f"{code} + 0.0 * {of}" if expression.is_number else code
 
@@ -471,17 +478,22 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     sign = derivation.softplus_sign
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
-    logit, at_y = ("y", ", at y = x log2(e)") if whole else ("x", "")
+    logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
     other = "a key of another id" if ids else "a key that is not its positive"
     same = "a key of its id" + ", but no positive" * placed
     own = """ A positive's own term takes the place of what
 it would be as another key: the difference of two sums would lose it."""
     times_unit = "" if unit == 1 else ", times the unit of g"
+    slopes_of, small_of = (
+        of_tile(slope.other, unit, logit, of_logit),
+        of_tile(slope.other, unit, "y", pair_code_of_small_y),
+    )
     of_classes = [
         ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
         ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
-        ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", of_tile(slope.other, unit, logit), True),
+        ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", slopes_of, True),
+        ("small_slopes_of", "The same of y below 126.", small_of, traits.small_first),
         (
             "positive_slopes_of",
             f"h'(x) of a query and its positive{times_unit}.",
@@ -499,6 +511,8 @@ it would be as another key: the difference of two sums would lose it."""
     functions = _functions((value for *_, value, used in of_classes if used), ["log_one_plus"] * whole)
     constants = [_LOG2E] * (whole or bool({"sigmoid", "softplus"} & set(functions)))
     constants += [_INTERPRETED] * ("sigmoid2" in functions) + [_OF_SOFTPLUS.format(-1e30 * sign)] * whole
+    constants += [_OF_SMALL] * traits.small_first
+    softplus_terms = "terms_by_size" if traits.small_first else "softplus_terms"
     # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
     at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
     slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
@@ -514,7 +528,12 @@ it would be as another key: the difference of two sums would lose it."""
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
-            {"name": name, "of": logit if name == "slopes_of" else "x", "what": what, "value": value}
+            {
+                "name": name,
+                "of": logit if name in ("slopes_of", "small_slopes_of") else "x",
+                "what": what,
+                "value": value,
+            }
             for name, what, value, used in of_classes
             if used
         ],
@@ -528,10 +547,12 @@ it would be as another key: the difference of two sums would lose it."""
         "logit": logit,
         **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
         "of_softplus": whole,
+        "small_first": traits.small_first,
         "softplus_sign": "-" if sign < 0 else "",
         "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
         "pairs_that_count": "counted_logits" if whole else "counted_pairs",
-        "terms_of_part": "softplus_terms" if whole else "terms_of_classes",
+        "terms_of_part": softplus_terms if whole else "terms_of_classes",
+        "slopes_of_y": "slopes_of(y)" + " if LARGE else small_slopes_of(y)" * traits.small_first,
         "slopes_of_part": "softplus_slopes" if whole else "slopes_of_classes",
         "sweeps": [
             each
@@ -600,7 +621,8 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 def _functions(codes: Iterable[str], others: Sequence[str] = ()) -> tuple[str, ...]:
     """The functions of pieces/functions.py.jinja that codes call, the others, and what these call."""
-    called = {*others, *(name for code in codes for name in re.findall(r"(?<![.\w])(sigmoid2?|softplus)\(", code))}
+    name = r"(?<![.\w])((?:small_)?sigmoid2?|softplus)\("
+    called = {*others, *(found for code in codes for found in re.findall(name, code))}
     called |= {_CALLED_BY[name] for name in called & _CALLED_BY.keys()}
     return tuple(sorted(called))
 

@@ -69,7 +69,6 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     "shares": ("(cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)", _PARTS | _COMBINED),
     "row_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", _COMBINED),
     "weighted_queries": ("(cdiv(m, FINISH_ROWS),)", {"out": "weighted", "rows": "m"}),
-    "weighted_sums": ("(cdiv(m, FINISH_ROWS),)", {"total": "dq", "rows": "m"}),
     "forward": ("grid", _PARTS | _DESCRIBED | {
         "MASKED": "m % rows != 0 or n % columns != 0", "STASH": "scratch.kept is not None",
         "stash_reference": "kept_reference", "stash_stride": "kept.stride(0)",
@@ -107,7 +106,9 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "stash_reference": "reference", "stash_stride": "stash.stride(0)", "reference_stride": "reference.stride(0)",
     }),
     "pairs": ("grid", _DESCRIBED | {"parts": "sums.shape[1]"}),
-    "pair_terms": ("grid", _DESCRIBED | {"row_sum": "row_sums", "rows_stride": "row_sums.stride(0)"}),
+    "pair_terms": ("grid", _DESCRIBED | {
+        "row_sum": "row_sums", "rows_stride": "row_sums.stride(0)", "parts": "sums.shape[1]",
+    }),
     "pair_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {"parts": "sums.shape[1]"}),
     "pair_positive_terms": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "pair_loss": ("(1,)", {"parts": "sums.shape[-1]", "BLOCK": "1024"}),
@@ -124,6 +125,7 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     }),
     "finish": ("(cdiv(total.shape[0], FINISH_ROWS),)", {
         "weight": "weight * 2.0**-GRADIENT_EXPONENT", "rows": "total.shape[0]", "DOTS": "dots is not None",
+        "SHARED": "share is not None",
     }),
     "scalars": ("(1,)", {
         "parts": "dots.shape[0]", "count": "slopes.shape[-1]", "scale_parts": "slopes[0]", "bias_parts": "slopes[1]",

@@ -58,7 +58,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "guide_q_depth_stride guide_k_depth_stride "
-    "BLOCK DESCRIPTORS DIAGONAL DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
+    "BLOCK DESCRIPTORS DIAGONAL DOTS FRESH KEYS MASKED ROWS SHARE SHARED STASH WIDEN",
 }
 _ARGUMENTS = {
     name: Argument(name, kind) if isinstance(kind, str) else Argument(name, *kind)

@@ -93,8 +93,9 @@ def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
         rest = (Argument("slopes", "*fp64") if choice.traits.pairs else "scale_parts bias_parts", "count")
     scalars = Kernel("scalars", arguments("dots", "dscale dbias", SCALARS, "upstream weight parts", *rest, "BLOCK"))
     dots = "dots" + " mean" * choice.traits.means + " radial radial_stride" * choice.traits.renormalised
-    strides = "upstream weight rows x_row_stride x_depth_stride DOTS"
-    finish = Kernel("finish", arguments("total", X, OUT, dots, SCALARS, strides), "finish")
+    total, shared = ("total share", "SHARED") if choice.rows else ("total", "")
+    strides = f"upstream weight rows x_row_stride x_depth_stride DOTS {shared}"
+    finish = Kernel("finish", arguments(total, X, OUT, dots, SCALARS, strides), "finish")
     return (finish, scalars, *[rescale] * choice.at_once)
 
 

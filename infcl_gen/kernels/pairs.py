@@ -13,9 +13,10 @@ from infcl_gen.kernels.gradient import K, Q
 def sweeps(choice: Choice) -> tuple[dict[str, Any], ...]:
     """What a panel's sweep computes of each pair. Of a loss that is taken query by query the terms go to sums of rows,
     and the slopes are multiplied by factors of rows."""
-    by_row = not choice.traits.at_once
+    by_row, small = not choice.traits.at_once, choice.traits.small_first
     found = "Slopes and g" if by_row else "Terms, slopes and g"
-    of_programs = "A program adds its sums to its own part of `sums`, (2, parts): of terms, then of slopes."
+    of_programs = f"A program adds its sums to its own part of `sums`, ({2 + small}, parts): of terms, then of slopes"
+    of_programs += "; then 1 if its last strip had large logits." if small else "."
     of_rows = "The sums of rows go to memory tile by tile, (key blocks, rows)."
     return (
         {"kernel": "pairs", "positives": "pair_positives", "walked": "GRADIENT", "gradients": True, "weighed": by_row,
@@ -36,7 +37,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     of_tiles, of_rows = ("row_sum", "totals") if by_row else ("sums", "sums")
     pairs = arguments(Q, K, told, SCALARS, g, "sums", sizes, "g_stride parts", STRIDES, constants)
     positives = arguments("q k", placed, SCALARS, g, "sums queries keys g_stride parts", STRIDES)
-    distance = "rows_stride" * by_row
+    distance = "rows_stride" if by_row else "parts" * choice.traits.small_first
     terms = arguments(FORWARD_Q, FORWARD_K, told, SCALARS, of_tiles, sizes, distance, STRIDES, constants)
     positive_terms = arguments("q k", placed, SCALARS, of_rows, "queries keys", STRIDES)
     summed = Argument("sums", "*fp32" if by_row else "*fp64")
@@ -50,4 +51,4 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 
 
-FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.pairs, revision=2)
+FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.pairs, revision=3)

@@ -148,7 +148,9 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         if v.traits.pairs:
             of_tiles = Max(strips * key_blocks, Min(ceil_div(rows, Bg), V) * ceil_div(keys, Kg))
             terms.append(BufferTerm("row_sums", forward, (forward_rows,), "of a panel, before they are added", "fp64"))
-            terms.append(BufferTerm("slope_sums", both, (2, of_tiles), "a part of each program", "fp64"))
+            terms.append(
+                BufferTerm("slope_sums", both, (2 + v.traits.small_first, of_tiles), "a part of each program", "fp64")
+            )
         terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
         terms += [_sorted_ids(phase) for phase in (forward, backward)] * v.traits.sorted_ids
     ratios = "shares over sums, and the range of each block"

@@ -298,6 +298,11 @@ class Traits:
         return self.at_once or "sum_of_terms" in self.query_statistics
 
     @property
+    def small_first(self) -> bool:
+        """Whether a sweep takes all logits of a strip for small ones until it finds that they are not."""
+        return self.softplus and self.at_once
+
+    @property
     def at_once(self) -> bool:
         """Whether the sweep that computes the loss computes its gradients, too."""
         return self.known == "before"

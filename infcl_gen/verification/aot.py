@@ -188,8 +188,8 @@ def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
     if name.endswith("depth_stride"):
         return 1
     return {
-        "MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False, "DOTS": True, "BLOCK": 1024,
-        "STASH": not inputs.other, "FRESH": inputs.other, "KEYS": inputs.other, "DIAGONAL": inputs.other,
+        "MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False, "DOTS": True, "SHARED": True,
+        "BLOCK": 1024, "STASH": not inputs.other, "FRESH": inputs.other, "KEYS": inputs.other, "DIAGONAL": inputs.other,
     }[name]  # fmt: skip
 
 

@@ -180,6 +180,10 @@ def test_sums_of_several_ranks() -> None:
     checks.merged_ranks(dataclasses.replace(made, devices=4), "cuda")
 
 
+def test_large_logits_of_one_key() -> None:
+    checks.one_large_key(planned("panel", "siglip", "bf16", 64), "cuda")
+
+
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
 def test_solved_batches_and_large_logits(made: Made) -> None:
     checks.solved(made, "cuda")

@@ -398,6 +398,23 @@ def large_logits(made: Made, device: str = "cpu", layout: str = "contiguous") ->
             assert error <= coarse, f"{name} is wrong by {error:.1e} at norms {norm} and scale {scale}"
 
 
+def one_large_key(made: Made, device: str = "cpu") -> None:
+    """Logits of one key are in the hundreds: alone, and beside a NaN of a key whose logits the same thread adds up."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(100, 91, 0, scale=14.3, seed=5)), package.SPEC["positives"], device)
+    large, missing = 13, 5  # 8 columns apart
+    inputs.k[large] *= 200.0
+    ours = LossAndGrads(*package.loss_and_grads(*inputs[:4], labels=inputs.labels))
+    true = oracle(package, inputs)
+    inputs.k[missing] = math.nan
+    others = torch.arange(inputs.k.shape[0], device=device) != missing
+    found = package.loss_and_grads(*inputs[:4], labels=inputs.labels)[2][others]
+    pairs = [(getattr(ours, name), getattr(true, name)) for name in ("loss", "dq", "dk", "dbias")]
+    for value, wanted in (*pairs, (found, true.dk[others])):
+        error = float((value.double() - wanted).norm() / wanted.norm())
+        assert error <= 2.0**-7, f"wrong by {error:.1e}"
+
+
 def upstream(made: Made, device: str = "cpu") -> None:
     """Gradients are times the incoming one; by a power of two, to the bit where the result is no subnormal number."""
     package = module(made)
@@ -955,7 +972,7 @@ def labels_without_a_key(made: Made, device: str = "cpu") -> None:
     pair = runtime.statistics.view(statistics)
     block = runtime.package.Block(q, k, one, 0 * one, labels, 0, pair, None, positive)
     schedule.rows_block(block, dq, [(dk, 0, 90)], scratch, fresh_dk=True)
-    wrong = dq.isnan().any(1).nonzero().flatten().tolist()
+    wrong = (dq * scratch.share[:60, None]).isnan().any(1).nonzero().flatten().tolist()
     assert wrong == [7] and bool(dk.isnan().all()), f"rows {wrong} of dq are NaN, and {dk.isnan().sum()} numbers of dk"
 
 
@@ -980,7 +997,8 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
         truth = torch.softmax((q @ k.T).double() * math.log(2), 1)
         truth[:, 0] -= 1
         torch.testing.assert_close(sums[1].double(), truth.T @ q.double(), rtol=2e-2, atol=1e-6)
-        torch.testing.assert_close(sums[0].double(), truth @ k.double(), rtol=2e-2, atol=1e-6)
+        of_queries = sums[0] * scratch.share[:64, None]
+        torch.testing.assert_close(of_queries.double(), truth @ k.double(), rtol=2e-2, atol=1e-6)
 
 
 def begun_rows(made: Made, device: str = "cpu") -> None:
@@ -1007,7 +1025,7 @@ def begun_rows(made: Made, device: str = "cpu") -> None:
 
 
 def _begun_gradients(package: ModuleType, inputs: Inputs, first: int, count: int) -> tuple[Any, Tensor, Tensor]:
-    """The keys with which a row of panels begins, and its sums for dq and dk; other keys come later."""
+    """The keys with which a row of panels begins, and g k and g^T q of it; other keys come later."""
     schedule, runtime, (rows, dim), keys = package._schedule, package._runtime, inputs.q.shape, len(inputs.k)
     scale, zero = (torch.tensor(x, device=inputs.q.device) for x in (inputs.scale, 0.0))
     room = -(-keys // schedule.LIBRARY_MULTIPLE) * schedule.LIBRARY_MULTIPLE
@@ -1021,7 +1039,7 @@ def _begun_gradients(package: ModuleType, inputs: Inputs, first: int, count: int
     begun = scratch.begun
     coming.copy_(inputs.k)
     schedule.rows_block(block, dq, [(dk, 0, keys)], scratch, fresh_dk=True)
-    return begun, dq, dk[:keys]
+    return begun, dq * scratch.share[:rows, None], dk[:keys]
 
 
 def shares_of_a_long_strip(made: Made, device: str = "cpu") -> None:

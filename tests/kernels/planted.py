@@ -596,6 +596,12 @@ BUGS: dict[str, Bug] = {
     "the weight of a sum is left out": Bug(
         DISTANCES, (("kernels.py", "0.5 * tl.sum(term_sums)", "tl.sum(term_sums)"),), checks.numerics, (case(),), "loss"
     ),
+    "large logits are taken for small ones": Bug(
+        PAIRS, (("kernels.py", "(largest < LARGEST_GROWTH, 0, 1)", "(largest < 0.0, 1, 0)"),), checks.one_large_key
+    ),
+    "a NaN hides large logits": Bug(
+        PAIRS, (("kernels.py", ", propagate_nan=tl.PropagateNan.ALL", ""),), checks.one_large_key
+    ),
     "the sum of slopes is that of one panel": Bug(
         PAIRS,
         (("kernels.py", "tl.load(part) + tl.sum(slope_sums).to(tl.float64)", "tl.sum(slope_sums).to(tl.float64)"),),

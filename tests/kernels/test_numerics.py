@@ -169,6 +169,11 @@ def test_large_logits(interpreted: Interpreter, made: Made) -> None:
     interpreted(checks.large_logits, made)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_large_logits_of_one_key(interpreted: Interpreter, dtype: str) -> None:
+    interpreted(checks.one_large_key, Made("panel", "siglip", dtype))
+
+
 def test_large_logits_of_the_cpu_target() -> None:
     for dtype, layout in (("bf16", "contiguous"), ("fp32", "contiguous"), ("fp32", "strided")):
         checks.large_logits(Made("torch", dtype=dtype, dim=72), layout=layout)

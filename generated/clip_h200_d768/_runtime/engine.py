@@ -277,7 +277,7 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
         total = weighting.query_sums(dq, step)
         of_ranks = [(sums[rank], layout.key_offset(rank), count) for rank, count in enumerate(layout.keys)]
         of_ranks = [of_ranks[rank] for rank in sums if of_keys and layout.keys[rank]]  # the own ones last
-        for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
+        for start, count, own in _rows_of_panels(sweep, weighting, total, dq, scratch):
             part = block.panel(start, count, 0, keys)
             # Without own keys the last of `of_ranks` is another rank's: its sums leave behind all work.
             last = start + count == q.shape[0] and layout.keys[layout.rank] > 0
@@ -291,17 +291,23 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
 
 
 def _rows_of_panels(
-    sweep: _Sweep, weighting: _Weighting, total: Tensor | None, dq: Tensor | None
+    sweep: _Sweep, weighting: _Weighting, total: Tensor | None, dq: Tensor | None, scratch: Any
 ) -> Iterator[tuple[int, int, Tensor | None]]:
     """Of each row of panels the first query, their number, and their part of `total`, which holds all sums for dq if it
-    is dq itself, else those of one row of panels, or None. dq is written after the loop's body."""
+    is dq itself, else those of one row of panels, or None. dq is written after the loop's body, from what `scratch`
+    has of its rows, too."""
     rows, each = sweep.call.q.shape[0], sweep.package.schedule.PANEL_ROWS
     for start in range(0, rows, each):
         count = min(each, rows - start)
         own = None if total is None else panel(total, start if total is dq else 0, count)
         yield start, count, own
         if own is not None:
-            weighting.queries(own, own if dq is None else panel(dq, start, count), start)
+            of_rows = {"share": scratch.share} if sweep.package.rows else {}
+            if (
+                of_rows and sweep.package.traits.weighted
+            ):  # the sums get their part of the mean before they are gradients
+                own.mul_(of_rows.pop("share")[:count, None])
+            weighting.queries(own, own if dq is None else panel(dq, start, count), start, **of_rows)
 
 
 def _set_valid(sweep: _Sweep, valid: Tensor) -> Tensor:
@@ -641,7 +647,7 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = No
     if sweep.means is not None:
         sweep.means.see(block.k)
     scratch = (schedule.rows_scratch if by_rows else schedule.backward_scratch)(step, keys, q.device)
-    for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
+    for start, count, own in _rows_of_panels(sweep, weighting, total, dq, scratch):
         kept = None if tiles is None or start >= len(tiles) else panel(tiles, start, count)
         part = block.panel(start, count, 0, keys)
         if by_rows:
@@ -795,13 +801,13 @@ class _Weighting:
             return dq
         return self._q.new_empty((rows, self._q.shape[1]), dtype=self._schedule.STATISTICS_DTYPE)
 
-    def queries(self, total: Tensor, out: Tensor, start: int = 0) -> None:
-        """Rows of dq from `start` on, a multiple of FINISH_ROWS."""
+    def queries(self, total: Tensor, out: Tensor, start: int = 0, **of_rows: Tensor) -> None:
+        """Rows of dq from `start` on, a multiple of FINISH_ROWS. `of_rows`: what `finish` takes of them, besides."""
         rows, each = total.shape[0], self._schedule.FINISH_ROWS
         if rows:
             dots = None if self._dots is None else panel(self._dots, start // each, -(-rows // each))
             more = {} if self._further is None else self._further.for_queries(total, start)
-            self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots, **more)
+            self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots, **more, **of_rows)
 
     def keys(self, total: Tensor, out: Tensor) -> None:
         if total.shape[0]:
