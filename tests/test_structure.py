@@ -127,11 +127,11 @@ def test_templates_stay_small() -> None:
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
     take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs;
     14 have weights of rows and keys of each prefix; 20 take sigmoids from powers of 2, by a quotient of the library,
-    and print what is called; 26 take small logits apart.
+    and print what is called; 27 take small logits apart.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5706 and pages <= 150
+    assert sum(lines.values()) - pages <= 5707 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -234,7 +234,7 @@ def test_the_source_stays_small() -> None:
     5 keep the own part of a ring's sums at home, 28 read products back as they were written, and name what a refused
     formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
     reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
-    gather's rows with the own keys, 40 take small logits apart and shares of rows into the last kernel;
+    gather's rows with the own keys, 44 take small logits apart and shares of rows into the last kernel;
     850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
@@ -242,5 +242,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 24_495, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 24_499, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_094 and pages <= 850 and step <= 3_500

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "49e44b21b22873676c22cf97b6bfa73a4d15bd93176e628249d728d5b2600451",
+    "digest": "ffe8bfec5ad39d36808d4e17ee328a8102f7de224c2e392f4c5150a9029cd78c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

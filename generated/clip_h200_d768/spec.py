@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6933a41d37c8988b015a599b1dfd456825d8cbd7a3618e4fde536d866d8fc4b6",
+    "digest": "8ef5041037c2729d34f8c97bf58a9c65e97f23d769cbaac97658e5202f925490",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -518,7 +518,7 @@ def finish(total, share, x, out, dots, scale_ptr, bias_ptr, upstream, weight, ro
         x_depth_stride, DOTS: tl.constexpr, SHARED: tl.constexpr):
     """out (rows, D) = upstream * weight * (scale) * total, rounded once, to the features' dtype.
 
-    SHARED: each row of total is multiplied by its `share` first.
+    SHARED: before all that each row of total is multiplied by its `share`.
     DOTS: dots[program] = sum over its rows of x . total, of which `scalars` makes dscale: on the side of queries.
     """
     program = tl.program_id(0)

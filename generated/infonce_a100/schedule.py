@@ -275,9 +275,9 @@ def _forward_keys(block, scratch, start, stop):
 def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
     """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then sum_i g_ij q_i added to dk,
     as in `backward_block`, and dq = sum_j p_ij k_j, which `finish` multiplies by `scratch.share`. The block has all
-    keys. dk: the sums for those of each rank, as
-    triples of a tensor, its first key and their number. dq may be None, and dk empty: not computed. arrive(): called
-    behind all sums for dk but the last. What `begin_rows` has begun in `scratch` is not computed again.
+    keys. dk: the sums for those of each rank, as triples of a tensor, its first key and their number. dq may be None,
+    and dk empty: not computed. arrive(): called behind all sums for dk but the last. What `begin_rows` has begun in
+    `scratch` is not computed again.
 
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So g k = share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
@@ -329,7 +329,7 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None, share=None):
     """out (m, D) = upstream * weight * the logit's own factor * total, in the features' dtype.
 
     dots[b] = the sum of x . total over FINISH_ROWS rows.
-    share (m,): what each row of total is multiplied by first.
+    share (m,): what each row of total is multiplied by, before all that.
     """
     launch(kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
         total=total, share=share, x=x, out=out, dots=dots, scale_ptr=scale, bias_ptr=bias, upstream=upstream,

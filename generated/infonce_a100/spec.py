@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "3a055a378349d1764af8c919d36927026f6f6d19e0e10fcd3d46859587b821be",
+    "digest": "6aaa86491160e7673f6473504255dc295ecc42821ac1ac4af2db5f9cdab9471e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

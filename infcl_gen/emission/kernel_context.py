@@ -29,7 +29,7 @@ def _clamped(places: str) -> str:
 _BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
     # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite."""
 _ABOUT_MEAN = "Before that `mean` (D,) times its share is added to each row of total."
-_ABOUT_SHARE = "SHARED: each row of total is multiplied by its `share` first."
+_ABOUT_SHARE = "SHARED: before all that each row of total is multiplied by its `share`."
 _TIMES_SHARE = """\
 if SHARED:
     value *= tl.load(share + r, mask=r < rows, other=0.0)[:, None]"""
@@ -95,6 +95,9 @@ _LOG2E = "LOG2E = tl.constexpr(1.4426950408889634)"
 _INTERPRETED = "INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without libdevice"
 _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
+_ABOUT_POWERS = "Functions are evaluated from 2^-|x log2(e)|, which cannot overflow."
+_ABOUT_POWERS_OF_SMALL = """A strip is computed from 2^{0}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
+product of 1 + 2^{0}y over up to 32 pairs of a row is not below 2^126."""
 _OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
 _LIBDEVICE = "from triton.language.extra import libdevice"
 _QUOTIENT = """if INTERPRETED:
@@ -478,6 +481,7 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     sign = derivation.softplus_sign
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
+    minus = "-" if sign < 0 else ""
     logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
     other = "a key of another id" if ids else "a key that is not its positive"
@@ -493,7 +497,7 @@ it would be as another key: the difference of two sums would lose it."""
         ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
         ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
         ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", slopes_of, True),
-        ("small_slopes_of", "The same of y below 126.", small_of, traits.small_first),
+        ("small_slopes_of", f"The same of {minus}y below 126.", small_of, traits.small_first),
         (
             "positive_slopes_of",
             f"h'(x) of a query and its positive{times_unit}.",
@@ -525,6 +529,7 @@ it would be as another key: the difference of two sums would lose it."""
     return {
         "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
         "about_positives": own * placed,
+        "about_powers": _ABOUT_POWERS_OF_SMALL.format(minus) if traits.small_first else _ABOUT_POWERS,
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
@@ -548,7 +553,7 @@ it would be as another key: the difference of two sums would lose it."""
         **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
         "of_softplus": whole,
         "small_first": traits.small_first,
-        "softplus_sign": "-" if sign < 0 else "",
+        "softplus_sign": minus,
         "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
         "pairs_that_count": "counted_logits" if whole else "counted_pairs",
         "terms_of_part": softplus_terms if whole else "terms_of_classes",

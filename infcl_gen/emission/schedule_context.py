@@ -115,7 +115,7 @@ def schedule_context(
         "and_mean": ", *, mean" * plan.traits.means + ", *, radial" * plan.traits.renormalised,
         "about_mean": ABOUT_MEAN if plan.traits.means else ABOUT_RADIAL if plan.traits.renormalised else ABSENT,
         "and_share": ", share=None" * plan.rows,
-        "about_share": "share (m,): what each row of total is multiplied by first." if plan.rows else ABSENT,
+        "about_share": "share (m,): what each row of total is multiplied by, before all that." if plan.rows else ABSENT,
         "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
         "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
         "and_rows": "rows," if plan.traits.placed else ABSENT,

@@ -148,9 +148,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         if v.traits.pairs:
             of_tiles = Max(strips * key_blocks, Min(ceil_div(rows, Bg), V) * ceil_div(keys, Kg))
             terms.append(BufferTerm("row_sums", forward, (forward_rows,), "of a panel, before they are added", "fp64"))
-            terms.append(
-                BufferTerm("slope_sums", both, (2 + v.traits.small_first, of_tiles), "a part of each program", "fp64")
-            )
+            terms.append(BufferTerm("slope_sums", both, (2, of_tiles), "a part of each program", "fp64"))
         terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
         terms += [_sorted_ids(phase) for phase in (forward, backward)] * v.traits.sorted_ids
     ratios = "shares over sums, and the range of each block"
@@ -427,7 +425,8 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         terms += _halves(v, forward, Max(rows, Min(F, m)), Max(keys, Min(G, n)))
         of_forward = Min(ceil_div(Min(F, m), Bf), T) * ceil_div(Min(G, n), Kf)
         parts = Max(Min(row_blocks, V) * key_blocks, of_forward)
-        terms.append(BufferTerm("term_sums", forward, (2, parts), "terms and slopes, a part of each program", "fp64"))
+        why = "terms, slopes" + ", and if logits are large" * v.traits.small_first + ", a part of each program"
+        terms.append(BufferTerm("term_sums", forward, (2 + v.traits.small_first, parts), why, "fp64"))
     if not in_place:
         # Unrounded gradients are twice as long as rounded ones, and their own sums.
         own, why = ceil_div(both_sides, 2), "dk over all query panels, and dq of the panel in work"

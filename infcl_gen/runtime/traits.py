@@ -299,7 +299,7 @@ class Traits:
 
     @property
     def small_first(self) -> bool:
-        """Whether a sweep takes all logits of a strip for small ones until it finds that they are not."""
+        """Whether a sweep computes a strip as of small logits, and again where the product of 1 + e^x is too large."""
         return self.softplus and self.at_once
 
     @property

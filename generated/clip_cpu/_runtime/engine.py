@@ -294,20 +294,19 @@ def _rows_of_panels(
     sweep: _Sweep, weighting: _Weighting, total: Tensor | None, dq: Tensor | None, scratch: Any
 ) -> Iterator[tuple[int, int, Tensor | None]]:
     """Of each row of panels the first query, their number, and their part of `total`, which holds all sums for dq if it
-    is dq itself, else those of one row of panels, or None. dq is written after the loop's body, from what `scratch`
-    has of its rows, too."""
+    is dq itself, else those of one row of panels, or None. dq is written after the loop's body, by `rows` with
+    the shares of its rows in `scratch`."""
     rows, each = sweep.call.q.shape[0], sweep.package.schedule.PANEL_ROWS
     for start in range(0, rows, each):
         count = min(each, rows - start)
         own = None if total is None else panel(total, start if total is dq else 0, count)
         yield start, count, own
         if own is not None:
-            of_rows = {"share": scratch.share} if sweep.package.rows else {}
-            if (
-                of_rows and sweep.package.traits.weighted
-            ):  # the sums get their part of the mean before they are gradients
-                own.mul_(of_rows.pop("share")[:count, None])
-            weighting.queries(own, own if dq is None else panel(dq, start, count), start, **of_rows)
+            share = {"share": scratch.share} if sweep.package.rows else {}
+            if share and sweep.package.traits.weighted:
+                # These sums get their part of the mean before `finish`.
+                own.mul_(share.pop("share")[:count, None])
+            weighting.queries(own, own if dq is None else panel(dq, start, count), start, **share)
 
 
 def _set_valid(sweep: _Sweep, valid: Tensor) -> Tensor:
