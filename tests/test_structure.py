@@ -226,7 +226,7 @@ def test_the_source_stays_small() -> None:
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
     3 500 plan and run training steps, 15 of which remember costs, 10 count states and comparisons;
-    1 094 are what users meet first, 8 of which load what threads have built, 11 keep
+    1 095 are what users meet first, 8 of which load what threads have built, 11 keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
     50 take a LossSpec itself,
     20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a module's wrong
@@ -235,12 +235,12 @@ def test_the_source_stays_small() -> None:
     formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
     reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
     gather's rows with the own keys, 44 take small logits apart and shares of rows into the last kernel;
-    850 make pages.
+    50 head the modules of sweeps, of weights and of the device's state; 850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 24_499, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_094 and pages <= 850 and step <= 3_500
+    assert rest <= 24_549, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert door <= 1_095 and pages <= 850 and step <= 3_500

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ffe8bfec5ad39d36808d4e17ee328a8102f7de224c2e392f4c5150a9029cd78c",
+    "digest": "eba8f314c620be844d591006ec72b3826f575fe55732f74cac5284c48800493d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8ef5041037c2729d34f8c97bf58a9c65e97f23d769cbaac97658e5202f925490",
+    "digest": "0a1b319ccb6f48778c517769b1aea5582df19d367d6065b65446bf96a0a675d3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from . import engine
+from .device_state import device_state
 from .engine import Gradients
 from .group import find_group
 from .package import ALL, Call, Options, Package, Saved
+from .weighting import Sums
 
 # Equal calls before another recording, at most. The wait doubles from 1: alternating sizes record rarely.
 LONGEST_WAIT = 64
@@ -93,7 +95,7 @@ class _Recording:
     _loss: Tensor
     _saved: Saved
     _no_stash: Tensor
-    _sums: engine.Sums
+    _sums: Sums
     _handed: Tensor  # query statistics of the forward whose inputs and stash the graph holds; told by their address
 
     def __init__(self, package: Package, kind: Kind) -> None:
@@ -102,7 +104,7 @@ class _Recording:
         self._backward: torch.cuda.CUDAGraph | None = None
 
     def forward(self, call: Call) -> tuple[Tensor, Saved]:
-        with engine.device_state(self._package, call.q.device, "forward", plain_tensors=True):
+        with device_state(self._package, call.q.device, "forward", plain_tensors=True):
             if self._forward is None:
                 tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:-1]]
                 self._call, self._no_stash = Call(*(*tensors, call.options)), call.q.new_empty(0)
@@ -121,7 +123,7 @@ class _Recording:
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
         gradients = self.kind.gradients
-        with engine.device_state(self._package, call.q.device, "backward", plain_tensors=True):
+        with device_state(self._package, call.q.device, "backward", plain_tensors=True):
             if saved.of_queries.data_ptr() != self._handed.data_ptr():
                 self._load(call)
                 if self._saved.stash.numel():

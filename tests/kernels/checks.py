@@ -804,7 +804,7 @@ def found_in_a_recording(made: Made) -> None:
     engine, replay, runtime_package = (
         importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay", "package")
     )
-    bound, options = package.ContrastiveLoss._package, engine.Options()
+    bound, options = package.ContrastiveLoss._package, runtime_package.Options()
     scale, bias, upstream = (torch.tensor(value) for value in (3.0, -1.0, 2.0))
     first, second = (
         runtime_package.Call(*tensors(fitting(package, Case(70, 70, 0, seed=seed)), "diagonal", "cpu")[:2], scale, bias)
@@ -860,14 +860,16 @@ def gradients_in_a_recording(made: Made) -> None:
     """Where forward has the gradients, those of a recorded forward are its own, whatever the recording runs next."""
     package = module(dataclasses.replace(made, settings=(*made.settings, ("replay", "on"))))
     runtime = package.__name__ + "._runtime"
-    engine, replay = (importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay"))
+    engine, replay, runtime_package = (
+        importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay", "package")
+    )
     bound, upstream = package.ContrastiveLoss._package, torch.tensor(3.0)
     scale, bias = torch.tensor(14.3), torch.tensor(-1.0)
     calls = []
     for seed in (1, 3):
         inputs = tensors(fitting(package, Case(70, 90, 0, seed=seed)), package.SPEC["positives"], "cpu")
-        options = engine.Options(labelling="given")
-        calls.append(engine.Call(inputs.q, inputs.k, scale, bias, labels=inputs.labels, options=options))
+        options = runtime_package.Options(labelling="given")
+        calls.append(runtime_package.Call(inputs.q, inputs.k, scale, bias, labels=inputs.labels, options=options))
     with unittest.mock.patch.object(replay, "_record", record), contextlib.ExitStack() as on_a_gpu:
         recorder, kind = replay._Recorder(bound), replay.Kind(70, 90, calls[0].options, 0, 0b1111)
         for name, answer in {"_recorder": recorder, "_kind": kind, "capturing": False}.items():

@@ -26,7 +26,7 @@ UNSET, SET = ({"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zero
 # Functions whose buffers of 2 to so many rows hold statistics, where they are of these dtypes.
 MOST_STATISTICS = 18
 STATISTICS_DTYPES = (torch.float32, torch.float64)
-STATISTICS = {"new_saved", "_new_statistics", "forward_scratch", "rows_scratch"}
+STATISTICS = {"new_saved", "new_statistics", "forward_scratch", "rows_scratch"}
 
 
 class Buffer(NamedTuple):

@@ -686,7 +686,7 @@ BUGS: dict[str, Bug] = {
     # ---- around the kernels
     "autocast rounds inside the sweep": Bug(
         Made("torch", dtype="fp32"),
-        (("_runtime/engine.py", "if torch.is_autocast_enabled(device.type):", "if False:"),),
+        (("_runtime/device_state.py", "if torch.is_autocast_enabled(device.type):", "if False:"),),
         checks.autocast,
         (),
     ),
@@ -698,7 +698,7 @@ BUGS: dict[str, Bug] = {
     ),
     "gradients of wider features are rounded": Bug(
         Made("torch", dtype="bf16"),
-        (("_runtime/engine.py", "(dtype if call.options.unrounded else package.dtype)", "package.dtype"),),
+        (("_runtime/weighting.py", "(dtype if call.options.unrounded else package.dtype)", "package.dtype"),),
         checks.autocast_of_wider_features,
         (),
     ),
@@ -854,7 +854,7 @@ BUGS: dict[str, Bug] = {
     ),
     "dots of keys have the room of queries": Bug(
         LABELLED,
-        (("_runtime/engine.py", "(call.q if self.products.of_queries else call.k)", "call.q"),),
+        (("_runtime/weighting.py", "(call.q if self.products.of_queries else call.k)", "call.q"),),
         checks.frozen_sides,
         (),
     ),
@@ -1053,7 +1053,7 @@ BUGS: dict[str, Bug] = {
     ),
     "views of a sample are neighbours": Bug(
         TRIANGLE,
-        (("_runtime/engine.py", "places.roll(rows // 2)", "places.roll(1)"),),
+        (("_runtime/sweep.py", "places.roll(rows // 2)", "places.roll(1)"),),
         checks.numerics,
         (case(rows=128),),
         "loss",
@@ -1074,7 +1074,7 @@ BUGS: dict[str, Bug] = {
     ),
     "rows of other ranks are taken for the first": Bug(
         TRIANGLES_OF_A_RING,
-        (("_runtime/engine.py", "first_query=self.layout.key_offset(self.layout.rank),", "first_query=0,"),),
+        (("_runtime/sweep.py", "first_query=self.layout.key_offset(self.layout.rank),", "first_query=0,"),),
         checks.over_ranks,
         RANKS,
         "dq",
@@ -1246,7 +1246,7 @@ BUGS: dict[str, Bug] = {
         GUIDED_IN_A_RING,
         (
             (
-                "_runtime/engine.py",
+                "_runtime/sweep.py",
                 'guides = trip["guide keys"] if traits.guide else None',
                 "guides = self.call.guide_keys",
             ),
@@ -1316,7 +1316,7 @@ BUGS: dict[str, Bug] = {
         ABOVE_OF_A_RING,
         (
             (
-                "_runtime/engine.py",
+                "_runtime/sweep.py",
                 'guides = trip["guide keys"] if traits.guide else None',
                 "guides = self.call.guide_keys",
             ),
@@ -1348,7 +1348,7 @@ BUGS: dict[str, Bug] = {
     ),
     "thresholds of another rank's rows are the own": Bug(
         IN_PAIRS_OF_A_RING,
-        (("_runtime/engine.py", "labels, block.first_key)\n", "labels, block.first_key)[:0].new_ones(len(labels))\n"),),
+        (("_runtime/sweep.py", "labels, block.first_key)\n", "labels, block.first_key)[:0].new_ones(len(labels))\n"),),
         checks.over_ranks,
         (3, [[50, 50, 50]]),
         "rows",
@@ -1376,7 +1376,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ids of another rank's rows are the own": Bug(
         SEVERAL_OF_A_RING,
-        (("_runtime/engine.py", 'ids = trip["key ids"].view(-1) if traits.ids else None', "ids = self.key_ids"),),
+        (("_runtime/sweep.py", 'ids = trip["key ids"].view(-1) if traits.ids else None', "ids = self.key_ids"),),
         checks.over_ranks,
         (3, [[50, 50, 50]]),
         "rows",

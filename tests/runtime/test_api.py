@@ -175,8 +175,8 @@ def test_nothing_is_kept_and_no_gradient_computed_without_need(
 def test_labels_are_copied_before_the_device_starts(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     """From pageable memory the copy would wait for the first kernels, and the host with it."""
     package = packages("infonce")
-    engine, order = sys.modules[f"{package.__name__}._runtime.engine"], list[str]()
-    for where, name in ((engine, "_positives"), (package._schedule, "forward_block")):
+    sweep, order = sys.modules[f"{package.__name__}._runtime.sweep"], list[str]()
+    for where, name in ((sweep, "_positives"), (package._schedule, "forward_block")):
         inner = getattr(where, name)
         noted = lambda *args, name=name, inner=inner, **how: (order.append(name), inner(*args, **how))[1]  # noqa: E731
         monkeypatch.setattr(where, name, noted)
@@ -725,8 +725,8 @@ def switch() -> Iterator[Any]:
 
 def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(packages: Packages, switch: Any) -> None:
     """Planted: what was there before is noted by every user, and not by the first alone."""
-    engine = sys.modules[f"{packages('clip').__name__}._runtime.engine"]
-    precision = engine._Precision(torch.backends.mkldnn)
+    module = sys.modules[f"{packages('clip').__name__}._runtime.device_state"]
+    precision = module.Precision(torch.backends.mkldnn)
     first, second = precision.of_products("ieee"), precision.of_products("ieee")
     first.__enter__()
     second.__enter__()
@@ -738,8 +738,11 @@ def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(p
 
 def test_threads_that_need_other_precisions_take_turns(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the switch is set though another thread is at work; a thread waits for itself; nobody is woken."""
-    engine, switch = sys.modules[f"{packages('clip').__name__}._runtime.engine"], SimpleNamespace(fp32_precision="bf16")
-    precision, seen = engine._Precision(SimpleNamespace(matmul=switch)), list[str]()
+    module, switch = (
+        sys.modules[f"{packages('clip').__name__}._runtime.device_state"],
+        SimpleNamespace(fp32_precision="bf16"),
+    )
+    precision, seen = module.Precision(SimpleNamespace(matmul=switch)), list[str]()
 
     def other() -> None:
         with precision.of_products("tf32"):
@@ -752,7 +755,7 @@ def test_threads_that_need_other_precisions_take_turns(packages: Packages, monke
         assert not seen and switch.fp32_precision == "ieee"
     thread.join(10.0)
     assert seen == ["tf32"] and switch.fp32_precision == "bf16"
-    monkeypatch.setattr(engine, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
     with precision.of_products("ieee"):
         with precision.of_products("tf32"):
             assert switch.fp32_precision == "tf32"
@@ -767,10 +770,10 @@ def test_the_precision_switch_goes_on_following_the_global_one(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
     """Planted: the switch is set to a value that it already has, or back to the value that it has followed."""
-    engine = sys.modules[f"{packages('clip').__name__}._runtime.engine"]
+    module = sys.modules[f"{packages('clip').__name__}._runtime.device_state"]
     library, everything = torch.backends.mkldnn, cast(Any, torch.backends)
     monkeypatch.setattr(everything, "fp32_precision", "ieee")
-    with engine._Precision(library).of_products(held):
+    with module.Precision(library).of_products(held):
         assert library.matmul.fp32_precision == held
     assert library.matmul.fp32_precision == "ieee"
     everything.fp32_precision = "tf32"

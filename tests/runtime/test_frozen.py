@@ -136,11 +136,11 @@ BUGS: dict[str, tuple[str, Edit]] = {
         "alone", ("_runtime/package.py", "(gradients & SCALARS and not of_keys)", "gradients & SCALARS"),
     ),
     "dots are of queries alone": (
-        "alone", ("_runtime/engine.py", "dots = None if self.products.of_queries else self._dots", "dots = None"),
+        "alone", ("_runtime/weighting.py", "dots = None if self.products.of_queries else self._dots", "dots = None"),
     ),
     "sums that nobody wants travel": ("ranks", ("_runtime/table.py", '"summed" not in (roles', '"" not in (roles')),
     "as many dots as queries": (
-        "ranks", ("_runtime/engine.py", "(call.q if self.products.of_queries else call.k)", "call.q"),
+        "ranks", ("_runtime/weighting.py", "(call.q if self.products.of_queries else call.k)", "call.q"),
     ),
 }  # fmt: skip
 

@@ -165,13 +165,13 @@ def sharded(
     return packages(loss, **WAYS[way]), {"rows": rows, "keys": keys, "labelled": labelled, "ids": ids}
 
 
-SCHEDULE, ENGINE = "schedule.py", "_runtime/engine.py"
+SCHEDULE, ENGINE, SWEEP = "schedule.py", "_runtime/engine.py", "_runtime/sweep.py"
 VISITING = 'trip["key ids"].view(-1) if'
 OWN_PLACE = "left_out[positive_places(strip)]"
 SAME = "strip.query_ids[:, None] == strip.key_ids"
 BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
-    "ids of the wrong rank": ("siglip_multi", "ring", (ENGINE, VISITING, "self.key_ids if")),
-    "ids of the wrong rank, in a mask": ("clip_ids", "gather", (ENGINE, VISITING, "self.key_ids if")),
+    "ids of the wrong rank": ("siglip_multi", "ring", (SWEEP, VISITING, "self.key_ids if")),
+    "ids of the wrong rank, in a mask": ("clip_ids", "gather", (SWEEP, VISITING, "self.key_ids if")),
     "ids of the first hop stay for backward": (
         "clip_ids", "ring that keeps", (ENGINE, "named: ids[:largest]", "named: sweep.key_ids[:, None].clone()"),
     ),

@@ -202,7 +202,7 @@ def test_sums_of_queries_take_a_row(packages: Packages) -> None:
     assert largest and all(each["bytes"] <= 2 * 8 * 8 for each in largest)
 
 
-ENGINE, MEANS, SCHEDULE = "_runtime/engine.py", "_runtime/means.py", "schedule.py"
+ENGINE, SWEEP, MEANS, SCHEDULE = "_runtime/engine.py", "_runtime/sweep.py", "_runtime/means.py", "schedule.py"
 SEEN = "sweep.means.see(block.k)\n    scratch"
 ALONE: dict[str, tuple[str, Edit]] = {
     "the share is forgotten in gradients": ("smooth", (SCHEDULE, "alpha=formulas.MEAN_SHARE", "alpha=0.0")),
@@ -216,8 +216,8 @@ ALONE: dict[str, tuple[str, Edit]] = {
 OVER_RANKS: dict[str, Edit] = {
     "sums of queries stay at home": (MEANS, 'self._arrived = trip.home("query sums")[0]', "pass"),
     "sums of queries replace those of others": (MEANS, "row.add_(self.queries)", "row.copy_(self.queries)"),
-    "only own keys are in the mean": (ENGINE, 'see(trip["keys"])', "see(self.call.k)"),
-    "the mean is that of a shard": (ENGINE, "call, sum(layout.keys))", "call, max(layout.keys))"),
+    "only own keys are in the mean": (SWEEP, 'see(trip["keys"])', "see(self.call.k)"),
+    "the mean is that of a shard": (SWEEP, "call, sum(layout.keys))", "call, max(layout.keys))"),
     "each rank adds the mean of all": (MEANS, "MEAN_SHARE * rows)", "MEAN_SHARE * 16)"),
 }
 

@@ -17,8 +17,9 @@ from . import pool as pools
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
 
-AGREEMENT, API, ENGINE, GROUP, TABLE, TRANSPORT = (
-    f"_runtime/{name}.py" for name in ("agreement", "api", "engine", "group", "table", "transport")
+AGREEMENT, API, ENGINE, GROUP, SWEEP, TABLE, TRANSPORT, WEIGHTING = (
+    f"_runtime/{name}.py"
+    for name in ("agreement", "api", "engine", "group", "sweep", "table", "transport", "weighting")
 )
 
 
@@ -43,20 +44,20 @@ BUGS = {
           "return dq, dk, *(len(layout.rows) * x for x in weighting.scalars(sweep.slopes))"),)
     ),
     "averaging divides feature gradients by the ranks": Bug(
-        ((ENGINE, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)
+        ((WEIGHTING, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)
     ),
     "each rank weighs its own mean equally": Bug(
-        ((ENGINE, WEIGHT, "return 1 / max(1, layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
+        ((WEIGHTING, WEIGHT, "return 1 / max(1, layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
     ),
     "the batch is as large as the ranks times this one's": Bug(
-        ((ENGINE, WEIGHT, "return ranks / max(1, len(layout.rows) * layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
+        ((WEIGHTING, WEIGHT, "return ranks / max(1, len(layout.rows) * layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
     ),
     "the group is hard-wired": Bug(
         ((API, "return Options(group.group_name,", 'return Options("",'),),
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "for owner in trip:", "for owner in trip if self.call.q.shape[0] else ():"),),
+        ((SWEEP, "for owner in trip:", "for owner in trip if self.call.q.shape[0] else ():"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
@@ -77,7 +78,7 @@ BUGS = {
           "origin, to = self._table.rank(here, sent.to), self._table.rank(here, sent.to, back=True)"),),
     ),
     "a label counts from this rank's own first key": Bug(
-        ((ENGINE, "    return call.labels", "    return layout.key_offset(layout.rank) + call.labels"),),
+        ((SWEEP, "    return call.labels", "    return layout.key_offset(layout.rank) + call.labels"),),
         loss="infonce",
     ),
     "a shard's keys are numbered from zero": Bug(

@@ -117,7 +117,7 @@ def test_what_follows_a_recorded_backward_reads_what_forward_saved(
         _, saved = engine.forward(package, call, record.ALL)
         expected = engine.backward(package, call, saved, upstream, record.ALL)
         sums = engine.gradient_sums(package, call, saved, record.ALL)
-        monkeypatch.delattr(engine, "_Sweep")
+        monkeypatch.delattr(engine, "Sweep")
         found = engine.weighted(package, call, saved, sums, upstream, record.ALL)
     assert len(found) == 4 and all(map(torch.equal, found, expected))
 

@@ -138,13 +138,13 @@ def test_over_ranks(pool: Pool, packages: Packages, loss: str, transport: str) -
     ranks_agree(pool, packages(loss, devices=3, transport=transport), loss)
 
 
-WEIGHTED, ENGINE, TRANSPORT = (f"_runtime/{name}.py" for name in ("weighted", "engine", "transport"))
+WEIGHTED, WEIGHTING, TRANSPORT = (f"_runtime/{name}.py" for name in ("weighted", "weighting", "transport"))
 ALONE: dict[str, Edit] = {
     "weights have no constant": (WEIGHTED, "factors[:, :1] *= constant", "factors[:, :1] *= 0"),
     "weights are not divided by their sum": (WEIGHTED, "(factors / (factors @ self._sums[:, -1:]))", "factors"),
     "queries have the first rows' part": (WEIGHTED, "self._of_queries(start + first,", "self._of_queries(first,"),
     "keys have the part of queries": (WEIGHTED, "strip.addmm_(rows, queries", "strip.addmm_(rows, self._sums[:, :-1]"),
-    "dk lacks the mean": (ENGINE, "self._further.for_keys(total)", "{}"),
+    "dk lacks the mean": (WEIGHTING, "self._further.for_keys(total)", "{}"),
     "the loss lacks the mean": (WEIGHTED, "mean.mul_(weight *", "mean.mul_(0 *"),
 }
 OVER_RANKS: dict[str, Edit] = {

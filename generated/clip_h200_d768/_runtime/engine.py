@@ -1,7 +1,7 @@
 """Forward and backward of the loss, on one device or over ranks, through the package's device sweep.
 
-    forward     agreement.layout -> _Sweep -> forward_block for each owner's keys -> statistics -> loss_terms
-    backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
+    forward     agreement.layout -> Sweep (sweep.py) -> forward_block for each owner's keys -> statistics -> loss_terms
+    backward    Sweep -> backward_block for each owner's keys -> sums -> Weighting (weighting.py) -> gradients
     at once     where gradients need no statistics, or those of a row of panels alone, forward does the work of
                 backward, which only multiplies what forward has kept (`_at_once`, `_gradients_by_rows`)
     means       a multiple of the mean of all logits is no part of any sweep: sums of features make it (means.py), and
@@ -32,34 +32,31 @@ gradient of L, also for uneven ranks, scale and bias. grad_sync="sum" leaves out
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from . import agreement, triangle
 from .columns import Columns
+from .device_state import device_state
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .means import Means
-from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, combined, products
+from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Package, Saved, combined, products
 from .pooled import pooled
-from .renormalised import Renormalised
-from .scaled import row_dots
-from .statistics import Statistics, Terms, by_prefix, view
+from .statistics import Terms, by_prefix, view
+from .sweep import Sweep, new_statistics, slopes_of_rows
 from .table import Table
 from .transport import Tensors, Trip
 from .weighted import WeightedMeans
+from .weighting import Sums, Weighting, weight_of
 
 Gradients = tuple[Tensor | None, ...]  # dq, dk, dscale, dbias; of a loss with vectors, theirs, too
-Sums = tuple[Tensor | None, Tensor | None]  # for dq and dk
 
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
@@ -85,7 +82,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         saved = new_saved(package, call.q, call.k, sizes, gradients, **how)
         if call.vectors is not None:
             saved.of_vectors.copy_(call.vectors)
-        sweep = _Sweep(package, call, layout, saved, group)
+        sweep = Sweep(package, call, layout, saved, group)
         if isinstance(sweep.means, WeightedMeans):
             sweep.means.begin()
         if package.traits.at_once:
@@ -116,7 +113,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             _combine(package, ours, of_all)
             if columns is not None:
                 columns.renew(of_all[-1])
-        weight = _weight(layout, call.options)
+        weight = weight_of(layout, call.options)
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)
         if call.options.reduction == "none":
@@ -152,10 +149,10 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
         layout = Layout(group.rank, rows, keys)
     with device_state(package, call.q.device, "backward"):
-        sweep = _Sweep(package, call, layout, saved, group)
+        sweep = Sweep(package, call, layout, saved, group)
         if isinstance(sweep.means, Means):
             sweep.means.rows = each
-        weighting = _Weighting(package, call, layout, upstream, gradients, further=sweep.further)
+        weighting = Weighting(package, call, layout, upstream, gradients, further=sweep.further)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
 
@@ -206,14 +203,14 @@ def _of_vectors(package: Package, saved: Saved, upstream: Tensor) -> list[Tensor
     return [found]
 
 
-def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> tuple[Tensor, Saved]:
+def _at_once(sweep: Sweep, group: Group | None, gradients: int) -> tuple[Tensor, Saved]:
     """The loss of a sum over pairs, and `Saved` with the gradients for an upstream gradient of 1."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     upstream = _set_valid(sweep, call.scale.new_empty(()))
     if not gradients:
         _forward(sweep, group, gradients)
     else:
-        weighting = _Weighting(package, call, layout, upstream, gradients, saved.of_queries.dtype)
+        weighting = Weighting(package, call, layout, upstream, gradients, saved.of_queries.dtype)
         if group is None:
             saved = _kept_alone(sweep, weighting)
         else:
@@ -221,11 +218,11 @@ def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> tuple[Tensor
             begin = lambda: Trip(group, table, "forward", layout, _tensors(sweep, table))  # noqa: E731
             _finished(sweep, weighting, begin, *weighting.kept(saved))
         _keep_scalars(saved, weighting.scalars(sweep.slopes))
-    loss: Tensor = package.schedule.loss_terms(sweep.own_block(), _weight(layout, call.options))
+    loss: Tensor = package.schedule.loss_terms(sweep.own_block(), weight_of(layout, call.options))
     return loss.mul_(upstream) if package.traits.labels else loss, saved
 
 
-def _kept_alone(sweep: _Sweep, weighting: _Weighting) -> Saved:
+def _kept_alone(sweep: Sweep, weighting: Weighting) -> Saved:
     """`Saved` of one device with dq and dk, which is made last: during the sweep its memory is for a panel."""
     dk = _backward_alone(sweep, weighting, *weighting.kept(sweep.saved))[1]
     return sweep.saved if dk is None else sweep.saved._replace(of_keys=dk)
@@ -237,11 +234,11 @@ def _keep_scalars(saved: Saved, scalars: tuple[Tensor | None, Tensor | None]) ->
         torch.stack((dscale, dbias), out=saved.stash)
 
 
-def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> Saved:
+def _gradients_by_rows(sweep: Sweep, group: Group | None, gradients: int) -> Saved:
     """Completes the statistics of all queries; `Saved` with the gradients for an upstream gradient of 1."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     upstream, dtype = call.scale.new_ones(()), saved.of_queries.dtype
-    weighting = _Weighting(package, call, layout, upstream, gradients, dtype, sweep.means)
+    weighting = Weighting(package, call, layout, upstream, gradients, dtype, sweep.means)
     if group is None:
         saved = _kept_alone(sweep, weighting)
     else:
@@ -250,7 +247,7 @@ def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> Sa
     return saved
 
 
-def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
+def _rows_over(sweep: Sweep, weighting: Weighting, group: Group) -> None:
     """Rows of panels over the keys of all ranks, of which work has the sums for dk of each. The first row begins with
     the own keys, while others come. Sums for others go home beside the last products."""
     package, layout, saved, q = sweep.package, sweep.layout, sweep.saved, sweep.call.q
@@ -291,7 +288,7 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
 
 
 def _rows_of_panels(
-    sweep: _Sweep, weighting: _Weighting, total: Tensor | None, dq: Tensor | None, scratch: Any
+    sweep: Sweep, weighting: Weighting, total: Tensor | None, dq: Tensor | None, scratch: Any
 ) -> Iterator[tuple[int, int, Tensor | None]]:
     """Of each row of panels the first query, their number, and their part of `total`, which holds all sums for dq if it
     is dq itself, else those of one row of panels, or None. dq is written after the loop's body, by `rows` with
@@ -309,7 +306,7 @@ def _rows_of_panels(
             weighting.queries(own, own if dq is None else panel(dq, start, count), start, **share)
 
 
-def _set_valid(sweep: _Sweep, valid: Tensor) -> Tensor:
+def _set_valid(sweep: Sweep, valid: Tensor) -> Tensor:
     """`valid`, of each query or 0-dim for all: becomes 1, or NaN where a label names no key."""
     valid.fill_(1.0)
     if isinstance(sweep.positives, int):
@@ -352,7 +349,7 @@ def gradient_sums(package: Package, call: Call, saved: Saved, gradients: int) ->
     `weighted` is the second part. Both are called in a `device_state`.
     """
     (rows, dim), keys, schedule = call.q.shape, call.k.shape[0], package.schedule
-    sweep, room = _Sweep(package, call, Layout.alone(call.q, call.k), saved), _key_room(package, keys)
+    sweep, room = Sweep(package, call, Layout.alone(call.q, call.k), saved), _key_room(package, keys)
     wanted = products(gradients)
     sums = call.q.new_empty((room * wanted.of_keys + rows * wanted.of_queries, dim), dtype=schedule.STATISTICS_DTYPE)
     dk_sum, dq_sum = sums[:room] if wanted.of_keys else None, sums[-rows:] if wanted.of_queries else None
@@ -368,13 +365,13 @@ def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: T
     if package.traits.means:
         means = Means(package, call, call.k.shape[0])
         means.see(call.k)
-    weighting = _Weighting(package, call, layout, upstream, gradients, further=means)
+    weighting = Weighting(package, call, layout, upstream, gradients, further=means)
     dq, dk = _results(call, gradients, weighting.dtype)
     if sums[0] is not None:
         weighting.queries(sums[0], sums[0] if dq is None else dq)
     if sums[1] is not None and dk is not None:
         weighting.keys(sums[1], dk)
-    return dq, dk, *weighting.scalars(_slopes_of_rows(package, saved.of_queries[2:]))
+    return dq, dk, *weighting.scalars(slopes_of_rows(package, saved.of_queries[2:]))
 
 
 def new_saved(
@@ -406,7 +403,7 @@ def new_saved(
     kept_ids = stash[0] if stash and package.traits.named and ranks > 1 else 0
     guides = stash[0] if stash and package.traits.guide and ranks > 1 else 0
     return Saved(
-        _new_statistics(package, q),
+        new_statistics(package, q),
         q.new_empty(
             (package.traits.key_numbers, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE
         ),
@@ -434,164 +431,7 @@ def _new_gradients(
     ]
 
 
-def _new_statistics(package: Package, q: Tensor) -> Tensor:
-    """Room for the statistics of q's rows, and for what the forward notes of their positives."""
-    schedule = package.schedule
-    numbers = (2 + schedule.POSITIVE_PARTS) * _losses(package)
-    return q.new_empty((numbers, q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
-
-
-def _losses(package: Package) -> int:
-    """How many losses with statistics of their own are added: one for each prefix of the features."""
-    return len(package.traits.slabs) or 1
-
-
-class _Sweep:
-    """One phase of a call, which makes its blocks. `queries` and `positive` are views of `Saved.of_queries`, or live no
-    longer than the sweep where that holds gradients."""
-
-    def __init__(self, package: Package, call: Call, layout: Layout, saved: Saved, group: Group | None = None) -> None:
-        self.package, self.call, self.layout, self.saved = package, call, layout, saved
-        # Labels first: their copy from the host waits for kernels launched before it.
-        self.positives, statistics = _positives(package, call, layout), saved.of_queries
-        self.query_ids, self.key_ids = (None if ids is None else ids.contiguous() for ids in call.ids)
-        self.vectors = saved.of_vectors if package.traits.vectors else None
-        self.queries: Statistics | Terms | None = None
-        self.prefixes = len(package.traits.slabs)
-        self.sums: Tensor | None = None
-        if package.traits.pairs:
-            sums = self.sums = package.schedule.term_sums(call.q, max(layout.keys))
-            self.positive, self.stash = sums[:0], call.q.new_empty(0) if package.traits.at_once else saved.stash
-            self.queries = None if package.traits.at_once else Terms(*statistics)
-        elif package.at_once(len(layout.rows)):
-            statistics = _new_statistics(package, call.q)
-            self.queries, self.positive, self.stash = view(statistics), statistics[2:], call.q.new_empty(0)
-        else:
-            self.queries = view(statistics, self.prefixes)
-            self.positive, self.stash = by_prefix(statistics, self.prefixes)[2:], saved.stash
-        self.means: Means | WeightedMeans | None = None
-        if package.traits.weighted:
-            self.means = WeightedMeans(package, call, saved.weighted, group)
-        elif package.traits.means:
-            self.means = Means(package, call, sum(layout.keys))
-        self.renormalised = Renormalised(package, call) if package.traits.renormalised else None
-        self.thresholds: Tensor | None = None
-        if package.traits.thresholds:
-            own = call.guides if package.traits.guide else call[:2]
-            self.thresholds = _thresholds(package, *own, self.labels, layout.key_offset(layout.rank))
-        self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
-
-    @property
-    def further(self) -> Means | WeightedMeans | Renormalised | None:
-        """What sums are changed by before they are gradients."""
-        return self.renormalised if self.means is None else self.means
-
-    @property
-    def slopes(self) -> Tensor | int:
-        """Parts of the sum of M * dL/dx over all pairs, or what `_slopes_of_rows` has."""
-        return _slopes_of_rows(self.package, self.positive) if self.sums is None else self.sums[1]
-
-    def block(
-        self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None, guide_keys: Tensor | None = None
-    ) -> Block:
-        of_keys = self.statistics_of_keys(statistics) if self.package.traits.has_keys else {"keys": None}
-        first = self.layout.key_offset(owner)
-        q, _, scale, bias, *_ = self.call
-        counts = sum(self.layout.rows), sum(self.layout.keys)
-        found = (self.queries, None, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
-        block = Block(q, k, scale, bias, self.positives, first, *found)
-        if self.renormalised is not None:
-            factors = self.renormalised.of_queries, self.renormalised.factors(k)
-            block = block._replace(query_factors=factors[0], key_factors=factors[1])
-        guide_queries, thresholds = self.call.guide_queries, self.thresholds
-        return block._replace(guide_queries=guide_queries, guide_keys=guide_keys, thresholds=thresholds, **of_keys)
-
-    def statistics_of_keys(self, statistics: Tensor) -> dict[str, Any]:
-        """The fields of a `Block` that are views of the statistics of its keys."""
-        keys = view(statistics, self.prefixes)
-        return {"keys": keys, "key_guide": statistics[-3:]} if self.package.traits.guided_sides else {"keys": keys}
-
-    def own_block(self) -> Block:
-        block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids, self.call.guide_keys)
-        if not self.package.traits.triangle:
-            return block
-        assert isinstance(self.queries, Statistics)
-        return block._replace(
-            keys=self.queries, key_positive=self.positive, key_labels=self.labels, first_query=block.first_key,
-            own=True, key_thresholds=self.thresholds,
-        )  # fmt: skip
-
-    @property
-    def labels(self) -> Tensor | None:
-        """`positives` of a loss with labels."""
-        return self.positives if isinstance(self.positives, Tensor) else None
-
-    def block_of_rows(self, owner: int, trip: Trip) -> Block:
-        """The block of a triangle with the rows of another rank."""
-        traits = self.package.traits
-        ids = trip["key ids"].view(-1) if traits.ids else None
-        noted = trip["key sums" if trip.carries("key sums") else "key statistics"]
-        labels = trip["key labels"].view(-1) if traits.labels else None
-        block, thresholds = self.block(owner, trip["keys"], self.saved.of_keys, ids), None
-        if traits.thresholds:
-            thresholds = _thresholds(self.package, trip["keys"], trip["keys"], labels, block.first_key)
-        return block._replace(
-            keys=view(noted), key_positive=noted[2:], key_labels=labels,
-            first_query=self.layout.key_offset(self.layout.rank), key_thresholds=thresholds,
-        )  # fmt: skip
-
-    def visits(self, trip: Trip) -> Iterator[Block]:
-        """The blocks of queries and each owner's keys, as a trip brings them, without empty ones."""
-        traits = self.package.traits
-        for owner in trip:
-            if traits.triangle and trip.adds:
-                self._begin(trip)
-            share = trip.share
-            if not (share.rows and share.keys):
-                continue
-            if self.means is not None:
-                self.means.see(trip["keys"])
-            if traits.triangle:
-                block = self.own_block() if owner == self.layout.rank else self.block_of_rows(owner, trip)
-                yield block.panel(share.row, share.rows, share.key, share.keys)
-            else:
-                statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
-                ids = trip["key ids"].view(-1) if traits.ids else None
-                guides = trip["guide keys"] if traits.guide else None
-                yield self.block(owner, trip["keys"], statistics, ids, guides).panel(*share)
-
-    def _begin(self, trip: Trip) -> None:
-        """Makes sums for visiting rows to which nothing was added those of no pair; gradients where this rank's work
-        leaves rows out."""
-        if trip.fresh and trip.carries("key sums"):
-            triangle.begin(trip["key sums"], self.package.traits)
-            trip.fresh = False
-        elif trip.fresh:
-            sums, share = trip["key gradients"], trip.share
-            panel(sums, 0, share.key if share.rows else len(sums)).zero_()
-
-
-def _thresholds(
-    package: Package, own: Tensor | None, positives: Tensor | None, labels: Tensor | None, first: int
-) -> Tensor:
-    """What pairs of each query are compared with, (m,): affine in the similarity, or a guide's, of its positive, which
-    is the key of its index. Of a triangle `labels` name it, another row of the rank whose rows begin at `first`. NaN
-    where the similarity is, or where rows are in no pair. A rank makes those of visiting rows itself."""
-    factor, margin = package.loss.THRESHOLD
-    assert own is not None and positives is not None
-    there, alone = (None, None) if labels is None else triangle.partners(labels, first)
-    found = row_dots(own, positives, package.schedule.STATISTICS_DTYPE, there).mul_(factor).add_(margin)
-    return found if alone is None else found.masked_fill_(alone, math.nan)
-
-
-def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
-    """Of a combined loss queries' parts of M * dL/dscale and M * dL/dbias (2, m), which `combine` leaves in `positive`
-    (POSITIVE_PARTS, m); of others the number of queries, as the sum of M * dL/dx over a row is a constant."""
-    traits = package.traits
-    return combined(traits, positive).of_scalars.flatten(1).contiguous() if traits.combined else positive.shape[-1]
-
-
-def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor | None:
+def _forward(sweep: Sweep, group: Group | None, gradients: int) -> Tensor | None:
     """Sweeps all keys. Returns the statistics of this rank's keys, those of `saved` where backward reads these."""
     schedule, call, layout, saved = sweep.package.schedule, sweep.call, sweep.layout, sweep.saved
     scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
@@ -618,7 +458,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor | Non
     return finished
 
 
-def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
+def _backward_alone(sweep: Sweep, weighting: Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
     """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time.
 
     With `sums` of no rows dk is made after the sweep, and has room behind it.
@@ -662,7 +502,7 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = No
     return dq, dk
 
 
-def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> Sums:
+def _backward_over(sweep: Sweep, weighting: Weighting, group: Group) -> Sums:
     """dq and dk over ranks. The sums for dq hold all rows. dq is written while a gather's sums for dk travel home."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     kept = bool(saved.stash.numel())
@@ -678,7 +518,7 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> Sums:
     return _of_one_side(sweep, weighting, begin()) if package.traits.triangle else _finished(sweep, weighting, begin)
 
 
-def _of_one_side(sweep: _Sweep, weighting: _Weighting, trip: Trip | None = None) -> Sums:
+def _of_one_side(sweep: Sweep, weighting: Weighting, trip: Trip | None = None) -> Sums:
     """dq of a triangle, on one device or over a trip of other ranks' rows; and no dk.
 
     The sums of own rows are one tensor: each pair of them adds to two of it.
@@ -699,7 +539,7 @@ def _of_one_side(sweep: _Sweep, weighting: _Weighting, trip: Trip | None = None)
     return dq if weighting.gradients & QUERIES else None, None
 
 
-def _add_pairs(sweep: _Sweep, trip: Trip, total: Tensor, scratch: Any) -> None:
+def _add_pairs(sweep: Sweep, trip: Trip, total: Tensor, scratch: Any) -> None:
     """total = the sums for dq of all pairs of own rows, with those that other ranks have for them."""
     schedule, rows, fresh = sweep.package.schedule, sweep.call.q.shape[0], True
     for block in sweep.visits(trip):
@@ -717,7 +557,7 @@ def _add_pairs(sweep: _Sweep, trip: Trip, total: Tensor, scratch: Any) -> None:
 
 
 def _finished(
-    sweep: _Sweep, weighting: _Weighting, begin: Callable[[], Trip], dq: Tensor | None = None, dk: Tensor | None = None
+    sweep: Sweep, weighting: Weighting, begin: Callable[[], Trip], dq: Tensor | None = None, dk: Tensor | None = None
 ) -> Sums:
     """dq and dk over a trip that carries the sums for dk, in the tensors given or in new ones."""
     schedule, layout, q, k = sweep.package.schedule, sweep.layout, sweep.call.q, sweep.call.k
@@ -761,67 +601,6 @@ def _key_room(package: Package, keys: int) -> int:
     return -(-keys // multiple) * multiple
 
 
-class _Weighting:
-    """Turns sums over pairs into gradients: the weight of a term, the upstream gradient and the logit's factor; before
-    that each gets the part that `further` has of it.
-
-    `dtype` is that of dq and dk. In the statistics dtype they may overwrite the sums.
-    """
-
-    def __init__(
-        self,
-        package: Package,
-        call: Call,
-        layout: Layout,
-        upstream: Tensor,
-        gradients: int,
-        result: torch.dtype | None = None,
-        further: Means | WeightedMeans | Renormalised | None = None,
-    ) -> None:
-        self._further = further
-        schedule, self.gradients, self.products = package.schedule, gradients, products(gradients)
-        self._schedule, self._q, self._k, dtype = schedule, call.q, call.k, schedule.STATISTICS_DTYPE
-        self._factors = call.scale, call.bias, upstream.to(dtype).contiguous(), _weight(layout, call.options)
-        self.dtype = result or (dtype if call.options.unrounded else package.dtype)
-        self.in_place = self.dtype == dtype
-        self._dots = None
-        if gradients & SCALARS:
-            rows = (call.q if self.products.of_queries else call.k).shape[0]
-            self._dots = call.q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=dtype)
-
-    def kept(self, saved: Saved) -> Sums:
-        """dq and dk of `Saved`, where forward writes them."""
-        dq = saved.of_queries if self.gradients & QUERIES else None
-        return dq, saved.of_keys if self.gradients & KEYS else None
-
-    def query_sums(self, dq: Tensor | None, rows: int) -> Tensor | None:
-        """Room for the sums of so many rows, dq itself if it can hold them; None if no gradient needs them."""
-        if not self.products.of_queries or (self.in_place and dq is not None):
-            return dq
-        return self._q.new_empty((rows, self._q.shape[1]), dtype=self._schedule.STATISTICS_DTYPE)
-
-    def queries(self, total: Tensor, out: Tensor, start: int = 0, **of_rows: Tensor) -> None:
-        """Rows of dq from `start` on, a multiple of FINISH_ROWS. `of_rows`: what `finish` takes of them, besides."""
-        rows, each = total.shape[0], self._schedule.FINISH_ROWS
-        if rows:
-            dots = None if self._dots is None else panel(self._dots, start // each, -(-rows // each))
-            more = {} if self._further is None else self._further.for_queries(total, start)
-            self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots, **more, **of_rows)
-
-    def keys(self, total: Tensor, out: Tensor) -> None:
-        if total.shape[0]:
-            dots = None if self.products.of_queries else self._dots
-            more = {} if self._further is None else self._further.for_keys(total)
-            self._schedule.finish(total, self._k, *self._factors, out, dots=dots, **more)
-
-    def scalars(self, slopes: Tensor | int) -> tuple[Tensor | None, Tensor | None]:
-        """(dscale, dbias), after all sums; `slopes` are those of the sweep."""
-        if self._dots is None:
-            return None, None
-        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, slopes)
-        return found
-
-
 def _table(package: Package, layout: Layout, gradients: int, keeps: bool = True) -> Table:
     """The table for this number of ranks, the same on every rank. Forward keeps keys for backward if it has gradients;
     it did not where a graph was traced without them."""
@@ -841,7 +620,7 @@ def sweep_off_diagonal(package: Package, call: Call, saved: Saved, gradients: in
     A triangle's panel lies above the diagonal. Forward is left out where backward has the loss.
     """
     schedule, rows, wanted = package.schedule, min(call.q.shape[0], call.k.shape[0]), products(gradients)
-    own = _Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()
+    own = Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()
     block = own.panel(0, rows, 0, rows)._replace(first_key=rows)
     if not (gradients and package.traits.at_once):
         schedule.forward_block(block, schedule.forward_scratch(call.q, rows))
@@ -851,7 +630,7 @@ def sweep_off_diagonal(package: Package, call: Call, saved: Saved, gradients: in
         schedule.backward_block(block, dq, dk, schedule.backward_scratch(rows, rows, call.q.device))
 
 
-def _tensors(sweep: _Sweep, table: Table) -> Tensors:
+def _tensors(sweep: Sweep, table: Table) -> Tensors:
     """The tensors of a trip; those kept for backward are `of_keys`, `stash`, `ids` and `guides` of `Saved`."""
     package, layout, k, stash, statistics = sweep.package, sweep.layout, sweep.call.k, sweep.stash, sweep.saved.of_keys
     named = "key ids" if package.traits.ids else "key labels"
@@ -910,97 +689,3 @@ def _merge_ranks(package: Package, parts: Tensor, sums: Tensor) -> None:
 def _room(package: Package, ranks: int) -> int:
     """Keys that a ring has room to keep for backward: an even shard. Keys of a longer shard are sent once more."""
     return -(-package.key_count // ranks)
-
-
-def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
-    """Global key index of each query's positive, contiguous int64 (m,); without labels that of local row 0."""
-    own, rows = call.options.labelling == "own", call.q.shape[0]
-    offset = layout.key_offset(layout.rank) if own else sum(layout.rows[: layout.rank])
-    if not package.traits.labels:
-        return offset
-    if call.labels is None:
-        places = torch.arange(offset, offset + rows, device=call.q.device)
-        return places.roll(rows // 2) if package.traits.triangle else places  # two views of a sample
-    return call.labels.to(call.q.device).contiguous()
-
-
-def _weight(layout: Layout, options: Options) -> float:
-    if options.reduction == "none":
-        return 1.0
-    ranks = len(layout.rows) if options.grad_sync == "mean" else 1
-    return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
-
-
-def device_state(
-    package: Package, device: torch.device, phase: str, plain_tensors: bool = False
-) -> contextlib.AbstractContextManager[Any]:
-    """No autograd, no autocast (it rounds inside the sweep), `device` current; `plain_tensors`: no inference mode. A
-    profiler sees it as a range with the name of the phase.
-
-    Every change costs microseconds on the host, which the device waits for, so only necessary changes are made.
-    """
-    changes: list[contextlib.AbstractContextManager[Any]] = []
-    inference = plain_tensors and torch.is_inference_mode_enabled()
-    if inference:
-        changes.append(torch.inference_mode(False))  # which turns gradients on
-    if inference or torch.is_grad_enabled():
-        changes.append(torch.no_grad())
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        changes.append(torch.cuda.device(device))
-    if torch.is_autocast_enabled(device.type):
-        changes.append(torch.autocast(device.type, enabled=False))
-    if package.dtype == torch.float32 or package.traits.weighted or device.type == "cpu":  # products it changes
-        changes.append(_precisions[device.type == "cuda"].of_products(package.product_precision))
-    if profiler._is_profiler_enabled:
-        changes.append(profiler.record_function(f"infcl {phase}"))
-    if not changes:
-        return _UNCHANGED
-    with contextlib.ExitStack() as state:  # undoes the changes made so far if the next one fails
-        for change in changes:
-            state.enter_context(change)
-        return state.pop_all()
-
-
-class _Precision:
-    """torch's process-wide switch for fp32 matrix products, held at a value while any thread needs it.
-
-    The process's own choice ("medium" rounds to bf16 on some CPUs) must not reach the sweep. Other threads that need
-    another value wait.
-    """
-
-    def __init__(self, library: Any) -> None:
-        self._switch, self._before, self._left = library.matmul, "", threading.Condition()
-        self._users: list[tuple[int, str]] = []  # thread, and the value that it holds
-
-    @contextlib.contextmanager
-    def of_products(self, precision: str) -> Iterator[None]:
-        """Raises RuntimeError if another value is held for `_PATIENCE_S`: threads of ranks may wait in a circle."""
-        own, users = threading.get_ident(), self._users
-        with self._left:
-            if not self._left.wait_for(lambda: all(own == i or held == precision for i, held in users), _PATIENCE_S):
-                raise RuntimeError(
-                    f"another thread has computed in another fp32 precision than {precision} for {_PATIENCE_S:g} s: "
-                    "call losses of different precision from one thread"
-                )
-            if not users:
-                self._before = self._switch.fp32_precision
-            users.append((own, precision))
-            self._set(precision)
-        try:
-            yield
-        finally:
-            with self._left:
-                users.remove((own, precision))
-                if not users and self._switch.fp32_precision != self._before:
-                    self._switch.fp32_precision = "none"  # follows the global one, if that is what was there
-                self._set(users[-1][1] if users else self._before)
-                self._left.notify_all()
-
-    def _set(self, precision: str) -> None:
-        if self._switch.fp32_precision != precision:  # setting it would pin a value that follows the global one
-            self._switch.fp32_precision = precision
-
-
-_PATIENCE_S = 300.0
-_UNCHANGED = contextlib.nullcontext()
-_precisions = (_Precision(torch.backends.mkldnn), _Precision(torch.backends.cuda))

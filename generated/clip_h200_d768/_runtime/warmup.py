@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import engine, launch, replay
+from .device_state import device_state
 from .group import ALONE, Layout, find_group
 from .package import ALL, SCALARS, Call, Package
 
@@ -58,7 +59,7 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
     query_ids, key_ids = (None if ids is None else ids[: len(x)] for ids, x in zip(call.ids, (q, k), strict=True))
     u, v = (None if each is None else each[: len(x)] for each, x in zip(call.guides, (q, k), strict=True))
     options = call.options._replace(group_name=ALONE)
-    with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
+    with device_state(package, q.device, "warm-up"), launch.noting() as launches:
         sample = Call(q, k, call.scale, call.bias, vectors, labels, query_ids, key_ids, u, v, options).cast(package)
         loss, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
         if gradients:
