@@ -165,6 +165,13 @@ def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("loss", ["siglip", "siglip_multi"])
+def test_kernels_of_pairs(loss: str, tmp_path: Path) -> None:
+    """Beside wide tiles logits that may be small take a thread's last registers."""
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=768, device_profile="h200")
+    check(resources(package, "sm_90", "pairs", "pair_terms"), package, "sm_90", "pairs", "pair_terms")
+
+
+@pytest.mark.parametrize("loss", ["siglip", "siglip_multi"])
 def test_kernels_of_single_queries_of_pairs(loss: str, tmp_path: Path) -> None:
     """Beside wide tiles factors of rows take a thread's last registers."""
     of_rows = dataclasses.replace(BUILTIN_LOSSES[loss], reduction="none")

@@ -399,18 +399,25 @@ def large_logits(made: Made, device: str = "cpu", layout: str = "contiguous") ->
 
 
 def one_large_key(made: Made, device: str = "cpu") -> None:
-    """Logits of one key are in the hundreds: alone, and beside a NaN of a key whose logits the same thread adds up."""
+    """Logits of one key are in the hundreds: alone, and beside a NaN of a key whose logits the same thread adds up.
+    Half of the panels have whole tiles and no positives."""
     package = module(made)
-    inputs = tensors(fitting(package, Case(100, 91, 0, scale=14.3, seed=5)), package.SPEC["positives"], device)
+    schedule: Any = package._schedule
+    tiles = schedule.kernels.GRADIENT_ROWS, schedule.kernels.GRADIENT_KEYS, schedule.kernels.FORWARD_KEYS
+    side = max(tile.value for tile in tiles)
+    case = fitting(package, Case(2 * side, 2 * side, 0, scale=14.3, seed=5))
+    inputs = tensors(case, package.SPEC["positives"], device)
     large, missing = 13, 5  # 8 columns apart
     inputs.k[large] *= 200.0
-    ours = LossAndGrads(*package.loss_and_grads(*inputs[:4], labels=inputs.labels))
-    with torch.no_grad():
-        alone = package.contrastive_loss(*inputs[:4], labels=inputs.labels)
     true = oracle(package, inputs)
-    inputs.k[missing] = math.nan
-    others = torch.arange(inputs.k.shape[0], device=device) != missing
-    found = package.loss_and_grads(*inputs[:4], labels=inputs.labels)[2][others]
+    sides = dict.fromkeys(("PANEL_ROWS", "PANEL_KEYS", "FORWARD_ROWS", "FORWARD_KEYS"), side)
+    with unittest.mock.patch.multiple(schedule, **sides):
+        ours = LossAndGrads(*package.loss_and_grads(*inputs[:4], labels=inputs.labels))
+        with torch.no_grad():
+            alone = package.contrastive_loss(*inputs[:4], labels=inputs.labels)
+        inputs.k[missing] = math.nan
+        others = torch.arange(2 * side, device=device) != missing
+        found = package.loss_and_grads(*inputs[:4], labels=inputs.labels)[2][others]
     pairs = [(getattr(ours, name), getattr(true, name)) for name in LossAndGrads._fields]
     for value, wanted in (*pairs, (alone, true.loss), (found, true.dk[others])):
         error = float((value.double() - wanted).norm() / wanted.norm())
