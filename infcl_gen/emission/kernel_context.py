@@ -97,7 +97,7 @@ _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
 _ABOUT_POWERS = "Functions are evaluated from 2^-|x log2(e)|, which cannot overflow."
 _ABOUT_POWERS_OF_SMALL = """\
-A strip is computed from 2^{0}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
+An unmasked strip is computed from 2^{0}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
 product of 1 + 2^{0}y over up to 32 pairs of a row is not below 2^126."""
 _OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
 _LIBDEVICE = "from triton.language.extra import libdevice"
