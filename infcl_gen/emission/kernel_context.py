@@ -490,15 +490,13 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     own = """ A positive's own term takes the place of what
 it would be as another key: the difference of two sums would lose it."""
     times_unit = "" if unit == 1 else ", times the unit of g"
-    slopes_of, small_of = (
-        of_tile(slope.other, unit, logit, of_logit),
-        of_tile(slope.other, unit, "y", pair_code_of_small_y),
-    )
+    slopes_of = of_tile(slope.other, unit, logit, of_logit)
+    small_slopes_of = of_tile(slope.other, unit, "y", pair_code_of_small_y)
     of_classes = [
         ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
         ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
         ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", slopes_of, True),
-        ("small_slopes_of", f"The same of {minus}y below 126.", small_of, traits.small_first),
+        ("small_slopes_of", f"The same of {minus}y below 126.", small_slopes_of, traits.small_first),
         (
             "positive_slopes_of",
             f"h'(x) of a query and its positive{times_unit}.",
