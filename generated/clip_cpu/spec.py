@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "eba8f314c620be844d591006ec72b3826f575fe55732f74cac5284c48800493d",
+    "digest": "a3bc708db1026c0137cf964bcda6b66abf94849792d8c9bc8a5dcf96cb1fb10b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -191,6 +191,7 @@ SPEC: dict[str, Any] = {
                  "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
+            "copy_engines": False,
         },
         "products": 4.0,
         "split": False,

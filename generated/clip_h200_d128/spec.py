@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "9379067e529bd54a3ab42c1de56ed8ac1f0c403b1facc9ef6933d76db5343923",
+    "digest": "bb89ec7ba7a07fef0f0d973467bd534cfcd400cb543a070e98b84a71a12043c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -228,6 +228,7 @@ SPEC: dict[str, Any] = {
                  "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
+            "copy_engines": False,
         },
         "products": 5.0,
         "split": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0a1b319ccb6f48778c517769b1aea5582df19d367d6065b65446bf96a0a675d3",
+    "digest": "8d911928d255426f76c47c9473b92a526becb0cbcb063a42cceb60186d112a71",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -244,6 +244,7 @@ SPEC: dict[str, Any] = {
                  "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
+            "copy_engines": False,
         },
         "products": 4.0,
         "split": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "c936d4fd87f1799abf81be6fdb0150c4b68ef6ed95e863d53bbab77db45c7132",
+    "digest": "3316aa8f1336b9d33a63797fa44c0a240d4807cd0ca4f6dff24927a99fd26acb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -242,6 +242,7 @@ SPEC: dict[str, Any] = {
                  "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
+            "copy_engines": False,
         },
         "products": 4.0,
         "split": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "6aaa86491160e7673f6473504255dc295ecc42821ac1ac4af2db5f9cdab9471e",
+    "digest": "240ee7276e1ed4b43fbdc25e38785c4145877c86ad7872e9d5cec17fc3caf662",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -261,6 +261,7 @@ SPEC: dict[str, Any] = {
                  "backward": "summed", "across": False, "renewed": False},
             ],
             "whole": False,
+            "copy_engines": False,
         },
         "products": 3.0,
         "split": False,

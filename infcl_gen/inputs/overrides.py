@@ -17,6 +17,7 @@ class Overrides:
     """Choices made by the user; None: the planner decides. So it does for kernels that `blocks` does not name.
 
     keeps    whether a ring keeps the key shards that arrive last in forward for backward.
+    copy_engines  whether those of GPUs carry messages between them, in place of NCCL.
     records  "off": ignore tuning records; "measured": `products`, panels and blocks come from a tuning record.
     blocks   sorted (kernel, field, count), of `--set <kernel>.<field>=count`.
     """
@@ -27,6 +28,7 @@ class Overrides:
     replay: bool | None = None
     transport: Literal["ring", "gather"] | None = None
     keeps: bool | None = None
+    copy_engines: bool | None = None
     records: Literal["off", "measured"] | None = None
     panel_rows: int | None = None
     panel_keys: int | None = None

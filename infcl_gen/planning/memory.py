@@ -17,7 +17,7 @@ from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 from infcl_gen.kernels.elementwise import LIBRARY_MULTIPLE
 from infcl_gen.kernels.statistics import LOSS_ROWS
-from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, STAYED, Copy, Place, Table, Transfer
+from infcl_gen.runtime.table import ALL, KEPT, MAILBOX_BYTES, OWN, RECEIVED, STAYED, Copy, Place, Table, Transfer
 
 MIB = 2**20
 ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
@@ -471,6 +471,9 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
     """The buffers of tensors that travel, each with its number of allocations. Statistics that stay for backward are
     part of `key_statistics`."""
     found, ranks = list[tuple[Buffer, int]](), table.world_size
+    if table.copy_engines:
+        why = "pieces of messages from other ranks; there as long as the process group"
+        found.append((Buffer("mailboxes", "both", MAILBOX_BYTES, (MAILBOX_BYTES,), "uint8", why), 1))
 
     def add(name: str, phase: str, why: str, *counts: int, pieces: int = 1) -> None:
         rows = 1 if item.once else keys

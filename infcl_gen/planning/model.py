@@ -45,9 +45,12 @@ HOST = "host"  # the phase in which the device waits for the host
 # From the start of a batch of messages to its first byte, as both ends must meet. Among 4 H200s 25 MB to the next rank
 # take 151 us, 78 us more than at 345 GB/s; 75 MB to three ranks take 65 us more.
 BATCH_S = 78e-6
-# Kernels take 40 % longer beside a message, which occupies SMs. Fitted to rings of 2 and 4 H200s that sent two messages
-# more; 2 H200s (h200-ring2.json) are within 6 %.
+# Kernels take 40 % longer beside a message of NCCL, which occupies SMs. Fitted to rings of 2 and 4 H200s that sent two
+# messages more; 2 H200s (h200-ring2.json) are within 6 %.
 SLOWDOWN = 0.4
+# Copy engines: 48 MiB take two H200s 157 us, 96 MiB 295 us. Beside them kernels take as long as alone, within 0.3 % of
+# a step.
+ENGINES_BATCH_S, ENGINES_SLOWDOWN = 10e-6, 0.0
 HIDDEN = 0.9  # the part of the device's work that runs beside the host's, where the host takes longer
 NO_BLOCK = Block(64, 64, 64, 4, 1)  # stands for a kernel that the strategy lacks: no term reads it
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate; assumed, not measured
@@ -119,6 +122,16 @@ class CostModel:
     @property
     def profile(self) -> DeviceProfile:
         return self.cluster.profile
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds from the start of a batch of messages to its first byte."""
+        return ENGINES_BATCH_S if self.table.copy_engines else BATCH_S * (self.profile.target != "cpu")
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer kernels take beside a message."""
+        return ENGINES_SLOWDOWN if self.table.copy_engines else SLOWDOWN
 
     def memory(self, sizes: Sizes) -> Memory:
         """Bytes that one rank allocates beyond its inputs."""
@@ -254,7 +267,7 @@ class CostModel:
             for step, count in kinds(table, phase).items():
                 elapsed_s, sums_s, total = 0.0, 0.0, 0
                 for batch in table.batches(phase, step, self.sent_bytes):
-                    elapsed_s += BATCH_S * (self.profile.target != "cpu")
+                    elapsed_s += self.batch_s
                     together: Counter[tuple[str, str]] = Counter()  # bytes by role and level
                     for sent in batch:
                         key = table.role(sent.name, phase), table.level(sent.to)
@@ -316,7 +329,7 @@ class CostModel:
                 part = self.table.work(step)
                 beside_s = left_s if step.late else begun_s if step.early else part * hops_s
                 waited_s = max(0.0, sums_s - part * first_s, all_s - beside_s)
-                exposed_s += times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
+                exposed_s += times * (waited_s + (all_s - waited_s) * self.slowdown / (1 + self.slowdown))
                 sent += times * size
             yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, sent)
 

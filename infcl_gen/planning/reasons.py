@@ -115,6 +115,8 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
         return outer, Reason(1, "one device", "a group of one runs without communication")
     exposed = sum(phase.time_s for phase in model.phases(best.sizes) if phase.bound == "link")
     hidden = f"{1e3 * exposed:.3g} ms are not hidden"
+    if cluster.profile.target == "cuda":
+        hidden += f"; {'copy engines carry' if model.table.copy_engines else 'NCCL carries'} the messages"
     others = [c.time_s for c in candidates if c.model.choice.transport != way]
     other = {"ring": "gather", "gather": "ring"}[way]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from infcl_gen.planning.events import Events, Pipe, Task
-from infcl_gen.planning.model import BATCH_S, SLOWDOWN, CostModel, host_times
+from infcl_gen.planning.model import CostModel, host_times
 from infcl_gen.planning.planner import Plan
 from infcl_gen.runtime.table import Transfer
 
@@ -150,7 +150,7 @@ class _Step:
         start_s, step_s, self._launch_s = host_times(plan)
         between_s = (step_s - start_s) * BEFORE_BACKWARD
         self._host_s = {"forward": start_s, "backward": between_s, "end": step_s - start_s - between_s}
-        self._events = Events(len(self._ranks), SLOWDOWN)
+        self._events = Events(len(self._ranks), model.slowdown)
         self._nothing: Streams = [[] for _ in self._ranks]
         self._host, self._kernels, self._messages = (list(self._nothing) for _ in range(3))
         for stream in (self._kernels, self._messages) if lead_s else ():
@@ -221,7 +221,7 @@ class _Step:
             self._enqueue(self._kernels, "compute", name, seconds, self._host)
             return self._nothing
         levels = {self._table.level(sent.to) for sent in batch}
-        start_s = BATCH_S + max(self._latency[level] for level in levels)
+        start_s = self._model.batch_s + max(self._latency[level] for level in levels)
         resource = LEVELS["node" if "node" in levels else "device"]
         host_s = HOST_MESSAGE_S + HOST_PEER_S * (len({sent.to for sent in batch}) - 1)
         posted = self._enqueue(self._host, "host", name, host_s)

@@ -45,6 +45,9 @@ ALL = "all"  # the owner's part of a tensor of all ranks' keys
 RECEIVED = "received"  # one buffer per sender
 STAYED = "stayed"  # of a ring's sums the own part, which does not travel
 
+# Of symmetric memory, for what other ranks of the host send by copy engines (mailboxes.py).
+MAILBOX_BYTES = 64 << 20
+
 SHARE_ROWS = 8  # shares of a block begin at multiples of it: of the library's inner extents, and of 16 bytes
 # The first half of the queries ends at a multiple: of what kernels are compiled apart for, and if it can of a tile.
 HALF_ROWS = (16, 128)
@@ -139,6 +142,7 @@ class Table:
     travelling: tuple[Travelling, ...]
     whole: bool = False  # a gather's forward works on the keys of all ranks at once, and has the sums for dk
     triangle: bool = False  # queries are keys of each other
+    copy_engines: bool = False  # carry messages, where the ranks are GPUs of one host; else NCCL
 
     @property
     def world_size(self) -> int:

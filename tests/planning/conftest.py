@@ -39,13 +39,16 @@ def budget_of(row: Mapping[str, Any]) -> int | None:
     return None if budget == row["predicted_peak_bytes"] else budget
 
 
-def beside_measured(row: Mapping[str, Any], profile: str, idle: bool = False) -> tuple[float, float]:
+def beside_measured(
+    row: Mapping[str, Any], profile: str, idle: bool = False, copy_engines: bool = False
+) -> tuple[float, float]:
     """Measured and simulated milliseconds of a row of `bench`: of a package on one or several devices, as it is, with
     "no overlap" or with "no communication"; behind other work unless `idle`, or where it was measured from an idle
-    device only. A row that does not name its transport is of a ring."""
+    device only. A row that does not name its transport is of a ring. `copy_engines`: they have carried its messages."""
     chosen = {"strategy": row["strategy"]}
     if row["ranks"] > 1:
         chosen["transport"] = row.get("transport") or "ring"
+        chosen["copy_engines"] = "on" if copy_engines else "off"
     problem = make_problem(
         loss=row["loss"], batch_size=row["batch"], dim=row["dim"], dtype=row["dtype"], precision=row["precision"],
         devices=row["ranks"], device_profile=profile, memory_budget=budget_of(row),

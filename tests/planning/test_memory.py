@@ -284,7 +284,7 @@ def test_predicted_peak_is_that_of_few_ranks_in_every_larger_world(rows: int, fl
 
 
 def plan_of_ring(rows: int, world: int, keeps: str, flags: dict[str, Any]) -> Plan:
-    way = {"transport": "ring", "keeps": keeps}
+    way = {"transport": "ring", "keeps": keeps, "copy_engines": "off"}
     return infcl_gen.plan(batch_size=rows * world, devices=world, **flags, set=way)
 
 

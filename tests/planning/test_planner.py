@@ -24,6 +24,7 @@ from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning import Plan
 from infcl_gen.planning.candidates import SATURATED
 from infcl_gen.planning.planner import cost_model
+from infcl_gen.runtime.table import MAILBOX_BYTES
 from tests.calls import calls
 from tests.kernels import losses
 from tests.losses.specs import DERIVABLE
@@ -453,11 +454,13 @@ def test_bad_inputs(flags: dict[str, Any], message: str) -> None:
 
 def test_how_keys_travel() -> None:
     """A gather where it is faster and fits; rings for large shards, across nodes, for small budgets, and as set."""
+    nccl = {"copy_engines": "off"}
     flags: dict[str, Any] = {"batch_size": "16k", "devices": 4}
+    ring = plan_flags(**flags, set={"transport": "ring", **nccl})
+    assert ring.schedule == ring_table(1, 4, dim=768)
+    flags["set"] = nccl
     found = plan_flags(**flags)
     assert found.schedule == gather_table(4, dim=768)
-    ring = plan_flags(**flags, set={"transport": "ring"})
-    assert ring.schedule == ring_table(1, 4, dim=768)
     assert found.predicted_time_s < ring.predicted_time_s
     assert found.predicted_peak_bytes > ring.predicted_peak_bytes
     assert plan_flags(**flags, nodes=2).schedule == ring_table(2, 2, dim=768)
@@ -473,8 +476,39 @@ def test_how_keys_travel() -> None:
     assert "one hop of 2, by all 2 devices" in nodes[0] and "ring of 2 devices, 4 hops" in nodes[1]
 
 
+def test_copy_engines_carry_messages_between_the_gpus_of_a_node() -> None:
+    """Through memory that the plan counts; the ring then hides so much that a gather is not faster."""
+    ways = {word: plan_flags(batch_size="16k", devices=4, set={"copy_engines": word}) for word in ("on", "off")}
+    default = plan_flags(batch_size="16k", devices=4)
+    assert default.schedule == ways["on"].schedule and default.schedule.copy_engines
+    assert (ways["on"].schedule.transport, ways["off"].schedule.transport) == ("ring", "gather")
+    (mailboxes,) = [buffer for buffer in default.buffers if buffer.name == "mailboxes"]
+    assert (mailboxes.bytes, mailboxes.phase) == (MAILBOX_BYTES, "both")
+    assert "mailboxes" not in {buffer.name for buffer in ways["off"].buffers}
+    for flags, said in (({}, "NCCL"), ({"devices": 2}, "copy engines carry"), ({"devices": 2, "nodes": 2}, "NCCL")):
+        plan = plan_flags(batch_size="16k", **flags)
+        assert plan.schedule.copy_engines == ("copy" in said)
+        assert not flags or any(said in reason.why for reason in plan.reasons if reason.level == 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "messages need several; give --devices"),
+        ({"devices": 4, "nodes": 2}, "they reach the GPUs of one node; valid: off"),
+        ({"devices": 2, "device_profile": "cpu"}, "cpu is no NVIDIA GPU; valid: off"),
+        ({"devices": 2, "device_profile": "mi300x"}, "mi300x is no NVIDIA GPU; valid: off"),
+    ],
+)
+def test_where_copy_engines_cannot_carry_messages(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"--set copy_engines: {message}"):
+        plan_flags(**flags, set={"copy_engines": "on"})
+    assert not plan_flags(**flags).schedule.copy_engines
+
+
 def test_a_gather_is_for_at_most_sixteen_ranks() -> None:
-    assert plan_flags(devices=16, set={"transport": "gather"}).schedule == gather_table(16, dim=768)
+    way = {"transport": "gather", "copy_engines": "off"}
+    assert plan_flags(devices=16, set=way).schedule == gather_table(16, dim=768)
     with pytest.raises(InputError, match="at most 16 devices, not 17"):
         plan_flags(devices=17, set={"transport": "gather"})
 

@@ -45,10 +45,13 @@ def links(**rates: float) -> dict[str, Any]:
 
 
 # From an idle device hosts count: `h200-ring.json` is of one that sent later, up to 12.6 % longer than simulated. The
-# grid's steps of one GPU are short, and differ by more from process to process.
+# grid's steps of one GPU are short, and differ by more from process to process. `ntxent` over
+# two GPUs without overlap takes up to 10.4 % longer than simulated.
+ENGINES = "h200-ring-losses.json"  # whose messages they have carried
 MEASURED = [
     ("h200-ring.json", False, 0.0), ("h200-ring2.json", False, 0.0), ("h200-grid.json", False, 0.0),
     ("h200-ring.json", True, 0.03), ("h200-ring2.json", True, 0.0), ("h200-ring-large.json", True, 0.0),
+    (ENGINES, False, 0.01),
 ]  # fmt: skip
 
 
@@ -61,7 +64,7 @@ def test_simulated_times_are_near_the_measured(name: str, idle: bool, more: floa
     assert rows
     far = []
     for row in rows:
-        measured_ms, simulated_ms = beside_measured(row, "h200", idle)
+        measured_ms, simulated_ms = beside_measured(row, "h200", idle, name == ENGINES)
         error = simulated_ms / measured_ms - 1
         if abs(error) > allowed_error(measured_ms) + more:
             size = f"{row['batch']} x {row['dim']} on {row['ranks']}, {row['package'] or 'as it is'}"
@@ -280,7 +283,7 @@ def test_the_work_grows_with_the_ranks_and_no_faster(world: int) -> None:
 
 def test_memory_is_linear_in_rows_and_the_same_in_every_world() -> None:
     """Of the ring, with panels of one size; to the roundings of the allocator."""
-    chosen = {"panel_rows": 1024, "panel_keys": 1024, "transport": "ring", "keeps": "off"}
+    chosen = {"panel_rows": 1024, "panel_keys": 1024, "transport": "ring", "keeps": "off", "copy_engines": "off"}
     found, worlds = {}, (2, 64, 4096, 65536) if LONG else (2, 64, 512)
     for rows in (2048, 4096, 6144, 8192):
         for world in worlds:

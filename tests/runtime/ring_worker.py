@@ -308,6 +308,26 @@ def case_results(
     return [result.cpu() for result in results[0]]
 
 
+def carrier(package: str, ranks: tuple[int, ...]) -> str:
+    """What has carried the messages of the package's last call."""
+    groups = importlib.import_module(f"{package}._runtime.group")
+    return "NCCL" if groups.find_group(group_of(ranks).group_name)._mailboxes is None else "copy engines"
+
+
+def abandoned(package: str, ranks: tuple[int, ...], absent: int) -> float:
+    """Messages among ranks of which `absent` sends none."""
+    groups, mailboxes = (importlib.import_module(f"{package}._runtime.{name}") for name in ("group", "mailboxes"))
+    group = groups.find_group(group_of(ranks).group_name)
+    group.connect(_device)
+    if group.rank == absent:
+        return 0.0
+    sent, found = torch.ones(1 << 20, device=_device), torch.zeros(1 << 20, device=_device)
+    ends = (mailboxes.Message(buffer, absent, 0) for buffer in (sent, found))
+    for work in group.post(*([end] for end in ends)):
+        work.wait()
+    return float(found.sum())
+
+
 def own_gradients(
     package: str, ranks: tuple[int, ...], rows: list[int], keys: list[int], case: Case, without: bool = False
 ) -> list[Tensor]:

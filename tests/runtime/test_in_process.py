@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infcl_gen.runtime.group import _HEADER, Layout, Message
+from infcl_gen.runtime.group import _HEADER, Layout
+from infcl_gen.runtime.mailboxes import Message
 from infcl_gen.runtime.table import RECEIVED, Table, Travelling
 from infcl_gen.runtime.transport import Tensors, Trip
 from tests.planning.tables import gather_table, ring_table

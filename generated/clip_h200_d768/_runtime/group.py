@@ -6,8 +6,10 @@ table.py says what travels when; transport.py executes it.
 from __future__ import annotations
 
 import datetime
+import json
 import struct
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .mailboxes import Mailboxes, Message, Seat, refusal
+
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 16  # raise it with every change of what ranks send to each other
+PROTOCOL = 17  # raise it with every change of what ranks send to each other
 
 # The header that each rank sends to all others before a trip. Texts are cut to 14 ASCII characters. The protocol comes
 # first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_BYTES, _HEADER_BYTES = 14, 256
+_SEAT_BYTES = 256
 _SHORTEST_WAIT_S = 0.1  # for peers to take a header after the timeout has passed
 _CONTROL_TAG = 64  # the tags of travelling tensors count from 0
 _TEXTS = (
@@ -47,6 +52,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDi
 # the first one's messages.
 _control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
 _trips: Any = vars(dist).setdefault("_infcl_trips", weakref.WeakKeyDictionary())
+_mailboxes: Any = vars(dist).setdefault(f"_infcl_mailboxes_{PROTOCOL}", weakref.WeakKeyDictionary())  # or why not
 
 
 def find_group(group_name: str) -> Group | None:
@@ -97,6 +103,8 @@ class Group:
         self._backends = _backends(group)
         self._coalesces: dict[str, bool] = {}  # device type -> whether messages can be posted as one batch
         self._connected = False
+        self._mailboxes: Mailboxes | None = None
+        self._may_connect = True
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -180,6 +188,36 @@ class Group:
             raise RuntimeError(f"ranks disagree: protocol differs ({each})")
         return headers
 
+    def connect(self, device: torch.device) -> None:
+        """Lets messages of `device` go by copy engines, with a warning where they cannot; NCCL carries them then.
+
+        Called by all ranks, after an `exchange`. Raises RuntimeError where symmetric memory fails.
+        """
+        if device.type != "cuda" or not self._may_connect:
+            return
+        self._may_connect = False
+        group = self.process_group
+        if group not in _mailboxes:
+            seats = [Seat(*json.loads(text)) for text in self._texts_of_all(json.dumps(Seat.of(device)))]
+            timeout_s = self._timeout.total_seconds()
+            why = refusal(seats)
+            _mailboxes[group] = why or Mailboxes(group.group_name, self.rank, self.size, device, timeout_s)
+        opened = _mailboxes[group]
+        if isinstance(opened, str):
+            warnings.warn(
+                f"NCCL carries messages in place of copy engines: {opened}; --set copy_engines=off plans for that",
+                stacklevel=2,
+            )
+        else:
+            self._mailboxes = opened
+
+    def _texts_of_all(self, text: str) -> list[str]:
+        """Every rank's text of at most _SEAT_BYTES, in rank order."""
+        own = torch.frombuffer(bytearray(text.encode().ljust(_SEAT_BYTES)), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self._control_group().allgather([found], [own]).wait()
+        return [bytes(each.tolist()).decode() for each in found]
+
     def told_by_first(self, text: str) -> str:
         """Rank 0's text, on every rank: called by all of them after an `exchange`. Raises RuntimeError."""
         control, size = self._control_group(), torch.tensor([len(text.encode())])
@@ -199,12 +237,14 @@ class Group:
         send, receive = (Message(*end, 0) for end in ends)
         return [send], [receive]
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
         """Starts at least one message as one batch. The buffers are busy until the works are waited for, once.
 
         `batch_isend_irecv` does the same, with 0.05 to 0.1 ms more of host time for its checks.
         """
         group, device = self.process_group, (*sends, *receives)[0].buffer.device
+        if self._mailboxes is not None and not torch.cuda.is_current_stream_capturing():
+            return [self._mailboxes.post(sends, receives)]
         if device.type not in self._coalesces:  # asking takes 13 us
             able = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
             self._coalesces[device.type] = able
@@ -250,14 +290,6 @@ class Layout(NamedTuple):
 
     def key_offset(self, owner: int) -> int:
         return sum(self.keys[:owner])
-
-
-class Message(NamedTuple):
-    """One end of a message: a contiguous buffer, the rank at the other end, and the tag of the tensor."""
-
-    buffer: Tensor
-    peer: int
-    tag: int
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

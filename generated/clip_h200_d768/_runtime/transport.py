@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from .group import Group, Layout, Message
+from .group import Group, Layout
 from .launch import panel, panel_columns
+from .mailboxes import Message
 from .table import HERE, KEPT, OWN, RECEIVED, STAYED, Place, Share, Step, Table, Transfer
 
 T = TypeVar("T")
