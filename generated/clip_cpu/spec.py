@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "a3bc708db1026c0137cf964bcda6b66abf94849792d8c9bc8a5dcf96cb1fb10b",
+    "digest": "e5a48ab93a28cb6c74adeb5ac149bf9d93f16f2c400406c6beff1c1d5dad7e9f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8d911928d255426f76c47c9473b92a526becb0cbcb063a42cceb60186d112a71",
+    "digest": "74445196adf69cff4d49270c635da7894e907420c84952ab8e3086258cd6641e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

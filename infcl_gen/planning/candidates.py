@@ -37,6 +37,7 @@ TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 # idle device, and nothing behind other work; with 16k rows it costs 5 to 6 %.
 GATHER_GAIN = 0.01
 SATURATED = 512  # rows or keys of a rank per SM; more do not change a block, as a test proves
+NVLINK_GBS = 100.0  # below it, over PCIe, GPUs may not reach each other's memory; unmeasured there
 GATHER_LIMIT = 16  # ranks that may send to all at once, over the switch of their node
 
 
@@ -87,12 +88,16 @@ class Choices:
                 f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
         sizes = rank_rows, rank_keys, self._problem.negatives
-        return [CostModel(choice, self._cluster, *sizes, self._table(choice)) for choice in found]
+        return [
+            CostModel(choice, self._cluster, *sizes, self._table(choice, by_engines))
+            for choice in found
+            for by_engines in self._copy_engines
+        ]
 
-    def _table(self, choice: Choice) -> Table:
+    def _table(self, choice: Choice, by_engines: bool) -> Table:
         shape = self._cluster.nodes, self._cluster.devices_per_node
         travelling = self._derivation.travelling(choice.dim, 2 + choice.positive_parts)
-        how = {"triangle": choice.traits.triangle, "copy_engines": self._copy_engines}
+        how = {"triangle": choice.traits.triangle, "copy_engines": by_engines}
         table = Table(choice.transport, *shape, choice.keeps, travelling, **how)
         table = table.as_whole() if choice.rows and choice.gather else table
         return table if choice.of_keys else table.without_key_gradients()
@@ -247,15 +252,17 @@ class Choices:
         return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
 
     @functools.cached_property
-    def _copy_engines(self) -> bool:
-        """Whether these carry messages: at B = 65 536 that saves two H200s 0.2 to 1.3 % of a step."""
+    def _copy_engines(self) -> tuple[bool, ...]:
+        """Whether these may carry messages. It takes memory, and saves two H200s 0.3 to 1.3 % at B = 65 536."""
         wanted, cluster = self._settings.copy_engines, self._cluster
-        lacking = "" if cluster.devices > 1 else "messages need several; give --devices"
+        lacking = "" if cluster.devices > 1 else "messages need several devices; give --devices"
         lacking = lacking if cluster.nodes == 1 else "they reach the GPUs of one node; valid: off"
         lacking = lacking if self._profile.target == "cuda" else f"{self._profile.name} is no NVIDIA GPU; valid: off"
         if wanted and lacking:
             raise InputError(f"--set copy_engines: {lacking}")
-        return not lacking and wanted is not False
+        if wanted is not None:
+            return (wanted,)
+        return (True, False) if not lacking and cluster.link_gbs.value >= NVLINK_GBS else (False,)
 
     def _choice(self, name: str, rows: int, keys: int) -> Choice:
         problem, derivation, profile = self._problem, self._derivation, self._profile

@@ -32,7 +32,7 @@ def reasons_of(
     measured = problem.settings.records == "measured"
     by_setting = f"measured on {profile.name}" if measured else "set by --set"
     strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, everything, ceiling, without_rows))
-    found = [*_transport_reasons(problem, best, candidates), strategy]
+    found = [*_transport_reasons(problem, best, candidates, everything), strategy]
     if choice.traits.triangle:
         products = products_of(model.phases(sizes), choice, model.rows, model.keys)
         why = f"z_ij = z_ji: {products:.3g} products for 4"
@@ -101,7 +101,9 @@ def reasons_of(
     return tuple(found)
 
 
-def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candidate]) -> tuple[Reason, Reason]:
+def _transport_reasons(
+    problem: Problem, best: Candidate, candidates: list[Candidate], everything: list[Candidate]
+) -> tuple[Reason, Reason]:
     """Levels 0 and 1: how keys reach the queries."""
     model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
     world, nodes, inside = cluster.devices, cluster.nodes, cluster.devices_per_node
@@ -117,6 +119,9 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
     hidden = f"{1e3 * exposed:.3g} ms are not hidden"
     if cluster.profile.target == "cuda":
         hidden += f"; {'copy engines carry' if model.table.copy_engines else 'NCCL carries'} the messages"
+    if not model.table.copy_engines and any(c.model.table.copy_engines for c in everything):
+        fit = any(c.model.table.copy_engines for c in candidates)
+        hidden += ": copy engines hardly save time" if fit else ": mailboxes for copy engines exceed the budget"
     others = [c.time_s for c in candidates if c.model.choice.transport != way]
     other = {"ring": "gather", "gather": "ring"}[way]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""

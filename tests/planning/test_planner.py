@@ -494,7 +494,7 @@ def test_copy_engines_carry_messages_between_the_gpus_of_a_node() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "messages need several; give --devices"),
+        ({}, "messages need several devices; give --devices"),
         ({"devices": 4, "nodes": 2}, "they reach the GPUs of one node; valid: off"),
         ({"devices": 2, "device_profile": "cpu"}, "cpu is no NVIDIA GPU; valid: off"),
         ({"devices": 2, "device_profile": "mi300x"}, "mi300x is no NVIDIA GPU; valid: off"),

@@ -7,9 +7,11 @@ import importlib
 import inspect
 import random
 import signal
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 import infcl_gen
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.runtime import mailboxes
+from infcl_gen.runtime.group import Group
 from infcl_gen.runtime.mailboxes import Message, Seat, refusal
 from infcl_gen.verification.properties import Case
 
@@ -40,10 +43,12 @@ class Host:
         self.queues: list[list[deque[Operation]]] = [[deque() for _ in range(queues)] for _ in range(ranks)]
         pieces = 512 * 2 * (ranks - 1)
         self._memory = [torch.full((pieces + 8 * ranks,), 7, dtype=torch.uint8) for _ in range(ranks)]
-        self.ranks = []
+        self.ranks, group = [], types.SimpleNamespace(group_name="group")
         for rank in range(ranks):
-            with mock.patch.multiple(module, **self._replaced(rank), MAILBOX_BYTES=pieces):
-                self.ranks.append(module.Mailboxes("group", rank, ranks, torch.device("cuda", rank), 60.0))
+            with mock.patch.multiple(module, **self._replaced(rank), MAILBOX_BYTES=pieces, _REST_BYTES=0):
+                made = module.Mailboxes(rank, ranks, torch.device("cuda", rank), 60.0, range(ranks))
+                made.meet(group)
+                self.ranks.append(made)
 
     def _replaced(self, rank: int) -> dict[str, Any]:
         """For the module's names, what stands for CUDA on a rank."""
@@ -52,9 +57,10 @@ class Host:
         cuda = SimpleNamespace(
             Stream=lambda _: Stream(next(made) % len(self.queues[rank])),
             synchronize=lambda _: None,
+            can_device_access_peer=lambda *_: True,
             current_stream=lambda _: Stream(0),
         )
-        zeros = lambda *size, dtype, pin_memory: torch.zeros(*size, dtype=dtype)  # noqa: E731
+        zeros = lambda *size, dtype, device, pin_memory: torch.zeros(*size, dtype=dtype)  # noqa: E731
         return {
             "torch": SimpleNamespace(cuda=cuda, zeros=zeros, uint8=torch.uint8, int32=torch.int32),
             "_symmetric": lambda: SimpleNamespace(
@@ -62,6 +68,7 @@ class Host:
             ),
             "importlib": SimpleNamespace(import_module=lambda _: self._driver(rank)),
             "threading": mock.MagicMock(),
+            "weakref": mock.MagicMock(),
         }
 
     def _driver(self, rank: int) -> Any:
@@ -83,6 +90,8 @@ class Host:
             return ctypes.c_int32(word(address).value - value).value >= 0
 
         return SimpleNamespace(
+            CUdevice_attribute=mock.MagicMock(),
+            cuDeviceGetAttribute=lambda *_: (0, 1),
             cuMemcpyDtoDAsync=lambda target, source, size, queue: enqueue(queue, lambda: copied(target, source, size)),
             cuStreamWriteValue32=lambda queue, address, value, _: enqueue(queue, lambda: written(address, value)),
             cuStreamWaitValue32=lambda queue, address, value, _: enqueue(queue, lambda: reached(address, value)),
@@ -100,7 +109,12 @@ class Host:
             ]
             ends.append((sends, receives))
             cuda = SimpleNamespace(current_stream=lambda _: Stream(0))
-            with mock.patch.object(inspect.getmodule(type(each)) or mailboxes, "torch", SimpleNamespace(cuda=cuda)):
+            if not (sends or receives):
+                continue
+            with (
+                mock.patch.object(inspect.getmodule(type(each)) or mailboxes, "torch", SimpleNamespace(cuda=cuda)),
+                mock.patch.object(each, "_device", torch.device("cpu")),
+            ):
                 each.post(sends, receives)
         return [
             (sent.buffer, arrived.buffer)
@@ -174,15 +188,27 @@ def test_counts_wrap() -> None:
 
 
 def test_a_batch_is_forgotten_once_both_streams_are_done() -> None:
-    host = Host(2, 2)
-    host.post([[[], [600]], [[], []]])
-    for each in host.ranks:
-        each.check()
-        assert len(each._pending) == 1
-    assert host.run(0)
-    for each in host.ranks:
-        each.check()
-        assert not each._pending
+    for posted in (0, 2**31 - 1, 2**32 - 1):
+        host = Host(2, 2)
+        for each in host.ranks:
+            each._posted = posted
+            each._done.fill_(ctypes.c_int32(posted).value)
+        host.post([[[], [600]], [[], []]])
+        assert all(each.check() for each in host.ranks)
+        assert host.run(0)
+        assert not any(each.check() for each in host.ranks)
+
+
+def test_only_messages_of_their_gpu_go_by_mailboxes() -> None:
+    """Those of a CPU go by the group's backend, whose host waits for them; those of another GPU are refused."""
+    host, message = Host(2, 1), Message(torch.zeros(3), 1, 0)
+    with pytest.raises(RuntimeError, match="carries messages of cuda:0, not of cpu"):
+        host.ranks[0].post([message], [])
+    group = Group.__new__(Group)
+    group._mailboxes = host.ranks[0]
+    with mock.patch.object(Group, "_post", return_value=["posted"]) as post:
+        assert group.post([message], []) == ["posted"]
+    post.assert_called_once_with([message], [])
 
 
 def test_an_overdue_batch_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,9 +261,56 @@ def test_planted_bugs_are_seen() -> None:
 def test_refusal() -> None:
     seats = [Seat("", 1, 0), Seat("", 1, 1)]
     assert refusal(seats) == ""
-    assert refusal([*seats, Seat("", 2, 2)]) == "ranks 0 and 2 are on different hosts"
-    assert refusal([*seats, Seat("", 1, 1)]) == "ranks 1 and 2 are both on the device cuda:1 that they see"
+    assert refusal([*seats, Seat("", 2, 2)]) == "ranks 0 and 2 are on different hosts, or in different containers"
+    assert refusal([*seats, Seat("", 1, 1)]) == "ranks 1 and 2 both see their GPU as cuda:1"
     assert refusal([*seats, Seat("cannot import cuda", 1, 2)]) == "rank 2 cannot import cuda"
+
+
+TROUBLE: dict[str, tuple[str, list[Any], str]] = {  # where, what happens to either rank, and what both then say
+    "nothing": ("", [], ""),
+    "a rank lacks something": ("seat", ["", "cannot import cuda"], "rank 1 cannot import cuda"),
+    "no memory": ("__init__", [None, RuntimeError("out of\nmemory")], "rank 1 met RuntimeError: out of memory"),
+    "no handle": ("meet", [OSError("no socket " + 300 * "x"), None], "rank 0 met OSError: no socket x"),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_ranks_have_mailboxes_together_or_not_at_all(name: str) -> None:
+    """One rank's trouble is told to all, in as many exchanges."""
+    where, draws, message = TROUBLE[name]
+    here, barrier = threading.local(), threading.Barrier(2, timeout=10)
+    told: list[list[str]] = [["", ""] for _ in range(4)]  # by exchange and rank
+
+    def step(place: str) -> Any:
+        result = draws[here.rank] if place == where else None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def run(rank: int) -> Any:
+        here.rank, exchanges = rank, iter(told)
+
+        def tell(text: str) -> list[str]:
+            assert len(text) <= 256
+            texts = next(exchanges)
+            texts[rank] = text
+            barrier.wait()
+            return list(texts)
+
+        group: Any = None
+        return mailboxes.opened(tell, group, rank, 2, torch.device("cuda", rank), 60.0)
+
+    with (
+        mock.patch.object(mailboxes.Seat, "of", lambda device: Seat(step("seat") or "", 1, device.index)),
+        mock.patch.object(mailboxes.Mailboxes, "__init__", lambda *_: step("__init__")),
+        mock.patch.object(mailboxes.Mailboxes, "meet", lambda *_: step("meet")),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        found = list(threads.map(run, range(2)))
+    if message:
+        assert all(str(each).startswith(message) for each in found) and found[0] == found[1]
+    else:
+        assert all(isinstance(each, mailboxes.Mailboxes) for each in found)
 
 
 def test_a_rank_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

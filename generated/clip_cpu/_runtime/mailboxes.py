@@ -12,17 +12,21 @@ order in which none waits for one that comes later on another rank: by distance 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import importlib
 import itertools
+import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +38,14 @@ from .table import MAILBOX_BYTES
 _PLACES = 2  # of a mailbox: one is filled while the other is emptied
 _ALIGNED_BYTES = 512
 _WORD_BYTES = 4
+_REST_BYTES = 1 << 20  # of MAILBOX_BYTES: for counts, and for what torch adds to symmetric memory
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares modulo 2^32
+_FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: what another device wrote before the count is then seen
 _WORD_MASK = (1 << 32) - 1
 _WATCH_S = 1.0
+_WHY_LENGTH = 160
+
+Tell = Callable[[str], list[str]]  # every rank's text, in rank order
 
 
 class Message(NamedTuple):
@@ -56,23 +65,52 @@ class Seat(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Seat:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
-        host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        # Handles of symmetric memory pass through a socket in the temporary folder.
+        words = [socket.gethostname(), tempfile.gettempdir()]
+        with contextlib.suppress(OSError):
+            words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+            words += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "pid")]
+        host = int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:7], "little")
         return cls(_lacking(device), host, device.index)
 
 
 def refusal(seats: Sequence[Seat]) -> str:
-    """Why ranks with these seats cannot have mailboxes, as a clause that all of them agree on; "" if they can."""
+    """Why ranks with these seats cannot have mailboxes, as a clause; "" if they can."""
     for rank, seat in enumerate(seats):
         if seat.why:
             return f"rank {rank} {seat.why}"
         for other in range(rank):
             if seat.host != seats[other].host:
-                return f"ranks {other} and {rank} are on different hosts"
+                return f"ranks {other} and {rank} are on different hosts, or in different containers"
             if seat.device == seats[other].device:
-                return f"ranks {other} and {rank} are both on the device cuda:{seat.device} that they see"
+                return f"ranks {other} and {rank} both see their GPU as cuda:{seat.device}"
     return ""
+
+
+def opened(
+    tell: Tell, group: torch.distributed.ProcessGroup, rank: int, size: int, device: torch.device, timeout_s: float
+) -> Mailboxes | str:
+    """This rank's mailboxes; or why the ranks have none, a clause that is the same on all. All call this together."""
+    seats = [Seat(*json.loads(text)) for text in tell(json.dumps(Seat.of(device)))]
+    why, made = refusal(seats), list[Mailboxes]()
+    steps = (
+        lambda: made.append(Mailboxes(rank, size, device, timeout_s, [seat.device for seat in seats])),
+        lambda: made[0].meet(group),
+    )
+    for step in steps if not why else ():
+        own = ""
+        try:
+            step()
+        except Exception as error:  # told to all ranks
+            own = f"met {type(error).__name__}: {error}"
+        why = why or next((f"rank {each} {text}" for each, text in enumerate(tell(_short(own))) if text), "")
+        if why:
+            break
+    return why or made[0]
+
+
+def _short(text: str) -> str:
+    return text.encode("ascii", "replace")[:_WHY_LENGTH].decode().replace("\n", " ")
 
 
 def _lacking(device: torch.device) -> str:
@@ -82,43 +120,62 @@ def _lacking(device: torch.device) -> str:
         importlib.import_module("cuda.bindings.driver")
         backend = _symmetric().get_backend(device)
     except ImportError as error:
-        return f"cannot import {error.name}"
-    except AttributeError:
-        return f"has torch {torch.__version__}, without symmetric memory"
-    if backend != "CUDA":
-        return f"has symmetric memory of the backend {backend}, not CUDA"
-    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    hidden = [other for other in others if not torch.cuda.can_device_access_peer(device, other)]
-    return f"cannot reach the memory of cuda:{hidden[0]}" if hidden else ""
+        return _short(f"cannot import {error.name}")
+    except Exception as error:  # of torch versions whose symmetric memory differs
+        return _short(f"has no symmetric memory in torch {torch.__version__}: {error}")
+    return "" if backend == "CUDA" else f"has symmetric memory of the backend {backend}, not CUDA"
 
 
 class Mailboxes:
-    """Those of this rank in a process group of `size` ranks; opened by all ranks together."""
+    """Those of this rank in a process group of `size` ranks, on `devices` of this host."""
 
-    def __init__(self, group_name: str, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float, devices: Sequence[int]) -> None:
         self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
+        for other in devices:
+            if other != device.index and not torch.cuda.can_device_access_peer(device, other):
+                raise RuntimeError(f"cuda:{device.index} cannot reach the memory of cuda:{other}")
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
-        self._piece_bytes = MAILBOX_BYTES // (_PLACES * (size - 1)) // _ALIGNED_BYTES * _ALIGNED_BYTES
-        symmetric, words = _symmetric(), 2 * size * _WORD_BYTES
-        self._own: Tensor = symmetric.empty(MAILBOX_BYTES + words, dtype=torch.uint8, device=device)
+        flushes = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+        can_flush = self._call("cuDeviceGetAttribute", flushes, device.index)[0]
+        self._wait_flags = _AT_LEAST | _FLUSH * bool(can_flush)
+        piece_bytes = (MAILBOX_BYTES - _REST_BYTES) // (_PLACES * (size - 1))
+        self._piece_bytes = piece_bytes // _ALIGNED_BYTES * _ALIGNED_BYTES
+        self._pieces_bytes = self._piece_bytes * _PLACES * (size - 1)
+        self._own = self._allocated(self._pieces_bytes + 2 * size * _WORD_BYTES)
         self._own.zero_()
-        torch.cuda.synchronize(device)  # rendezvous waits for all ranks, so that none counts before
-        handle = symmetric.rendezvous(self._own, group_name)
-        self._memory = [handle.get_buffer(peer, self._own.shape, torch.uint8) for peer in range(size)]  # of all ranks
-        self._start: list[int] = [memory.data_ptr() for memory in self._memory]
-        self._counts = [start + MAILBOX_BYTES for start in self._start]
+        torch.cuda.synchronize(device)
         self._sent, self._taken = [0] * size, [0] * size  # pieces to, and from, each rank
         self._outgoing, self._incoming = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # Batches; those that each stream has done, which the watching thread reads without a call to CUDA: a user who
-        # captures a graph forbids some.
-        self._posted, self._done = 0, torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        # Batches; those that each stream has done, which the watching thread reads without a call to CUDA: while a user
+        # records a graph some are forbidden.
+        self._posted, self._done = 0, torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=True)
         self._pending: deque[_Pending] = deque()
-        threading.Thread(target=_watch, args=(weakref.ref(self),), name="infcl mailboxes", daemon=True).start()
+
+    def _allocated(self, size: int) -> Tensor:
+        empty, how = _symmetric().empty, {"dtype": torch.uint8, "device": self._device}
+        try:
+            found: Tensor = empty(size, **how)
+        except RuntimeError:  # what torch's allocator keeps is not free for symmetric memory
+            torch.cuda.empty_cache()
+            found = empty(size, **how)
+        return found
+
+    def meet(self, group: torch.distributed.ProcessGroup) -> None:
+        """Finds the memory of the other ranks; no rank returns before all have come."""
+        handle = _symmetric().rendezvous(self._own, group.group_name)
+        self._memory = [handle.get_buffer(peer, self._own.shape, torch.uint8) for peer in range(self._size)]
+        self._start: list[int] = [memory.data_ptr() for memory in self._memory]
+        # It holds the mailboxes: freeing them waits for the device, whose streams may wait for a rank that is gone.
+        threading.Thread(target=_watch, args=(self, weakref.ref(group)), name="infcl mailboxes", daemon=True).start()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Delivery:
         """Starts messages, behind the current stream's work so far. Ranks post the batches of a pair in one order."""
+        if (device := (*sends, *receives)[0].buffer.device) != self._device:
+            raise RuntimeError(f"this process group carries messages of {self._device}, not of {device}")
+        streams, self._posted = (self._outgoing, self._incoming), self._posted + 1
+        delivery = Delivery(self._device, (*sends, *receives))
+        self._pending.append(_Pending(self._posted, time.monotonic() + self._timeout_s, delivery))
         begun = torch.cuda.current_stream(self._device).record_event()
-        streams = self._outgoing, self._incoming
         for stream in streams:
             stream.wait_event(begun)
         for distance in range(1, self._size):
@@ -128,26 +185,25 @@ class Mailboxes:
                     self._send(to, *sent)
                 if taken is not None:
                     self._take(origin, *taken)
-        delivery = Delivery(self._device, [stream.record_event() for stream in streams], (*sends, *receives))
-        self._posted += 1
         for word, stream in enumerate(streams):
             self._write(stream, self._done.data_ptr() + word * _WORD_BYTES, self._posted)
-        self._pending.append(_Pending(self._posted, time.monotonic() + self._timeout_s, delivery))
+        delivery.done = [stream.record_event() for stream in streams]
         return delivery
 
-    def check(self) -> None:
-        """Forgets what has arrived. Ends the process where a batch is overdue, as torch's watchdog does for NCCL."""
-        done = min(self._done.tolist())
-        while self._pending and self._pending[0].number - done <= 0:
+    def check(self) -> bool:
+        """Whether batches are under way. Ends the process where one is overdue, as torch's watchdog does for NCCL."""
+        done = self._done.tolist()
+        while self._pending and all(_difference(word, self._pending[0].number) >= 0 for word in done):
             self._pending.popleft()
         if self._pending and time.monotonic() > self._pending[0].deadline_s:
             print(
                 f"infcl: messages of rank {self._rank} of {self._size} have not arrived within {self._timeout_s:g} s "
-                "(a rank has died, hangs, or does not call the loss); this process ends",
+                "(a rank has died, hangs, does not call the loss, or has that much work before it); this process ends",
                 file=sys.stderr,
                 flush=True,
             )
             os.abort()
+        return bool(self._pending)
 
     def _pieces(self, messages: Sequence[Message], peer: int) -> Iterator[tuple[int, int]]:
         """Address and bytes of each piece of the messages at whose other end `peer` is."""
@@ -180,7 +236,7 @@ class Mailboxes:
 
     def _count(self, rank: int, peer: int, taken: bool = False) -> int:
         """The address, in the memory of `rank`, of the number of pieces that `peer` has sent to it, or taken."""
-        return self._counts[rank] + (taken * self._size + peer) * _WORD_BYTES
+        return self._start[rank] + self._pieces_bytes + (taken * self._size + peer) * _WORD_BYTES
 
     def _copy(self, stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
         self._call("cuMemcpyDtoDAsync", target, source, size, stream.cuda_stream)
@@ -189,24 +245,26 @@ class Mailboxes:
         self._call("cuStreamWriteValue32", stream.cuda_stream, address, value & _WORD_MASK, 0)
 
     def _wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32", stream.cuda_stream, address, value & _WORD_MASK, _AT_LEAST)
+        self._call("cuStreamWaitValue32", stream.cuda_stream, address, value & _WORD_MASK, self._wait_flags)
 
-    def _call(self, function: str, *arguments: int) -> None:
-        (status,) = getattr(self._driver, function)(*arguments)
+    def _call(self, function: str, *arguments: int) -> list[Any]:
+        status, *found = getattr(self._driver, function)(*arguments)
         if status:
             raise RuntimeError(f"{function} failed: {status.name}")
+        return list(found)
 
 
 class Delivery:
     """A batch under way, as torch's `Work`: its buffers are busy until it was waited for."""
 
-    def __init__(self, device: torch.device, done: Sequence[torch.cuda.Event], messages: Sequence[Message]) -> None:
-        self._device, self._done, self._messages = device, done, messages
+    def __init__(self, device: torch.device, messages: Sequence[Message]) -> None:
+        self._device, self._messages = device, messages
+        self.done: Sequence[torch.cuda.Event] = ()
 
     def wait(self) -> None:
         """The current stream waits, not the host."""
         stream = torch.cuda.current_stream(self._device)
-        for event in self._done:
+        for event in self.done:
             stream.wait_event(event)
         self._messages = ()  # whose memory torch reuses behind this stream's work
 
@@ -217,10 +275,12 @@ class _Pending(NamedTuple):
     delivery: Delivery  # kept alive, with buffers that nobody has waited for
 
 
-def _watch(reference: weakref.ref[Mailboxes]) -> None:
-    while (mailboxes := reference()) is not None:
-        mailboxes.check()
-        del mailboxes
+def _difference(word: int, number: int) -> int:
+    return ctypes.c_int32(word - number).value
+
+
+def _watch(mailboxes: Mailboxes, group: weakref.ref[torch.distributed.ProcessGroup]) -> None:
+    while mailboxes.check() or group() is not None:
         time.sleep(_WATCH_S)
 
 

@@ -73,7 +73,7 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
             raise
         headers = group.exchange(header(package, call, gradients, _label_range(package, call, checked)))
         compare(headers)
-        if package.table.copy_engines:
+        if package.table.copy_engines and call.q.device.type == "cuda":
             group.connect(call.q.device)
         rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
         found, ranges = Layout(group.rank, rows, keys), [(h["first label"], h["last label"]) for h in headers]

@@ -6,7 +6,6 @@ table.py says what travels when; transport.py executes it.
 from __future__ import annotations
 
 import datetime
-import json
 import struct
 import time
 import warnings
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mailboxes import Mailboxes, Message, Seat, refusal
+from .mailboxes import Mailboxes, Message, opened
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
 PROTOCOL = 17  # raise it with every change of what ranks send to each other
@@ -189,34 +188,32 @@ class Group:
         return headers
 
     def connect(self, device: torch.device) -> None:
-        """Lets messages of `device` go by copy engines, with a warning where they cannot; NCCL carries them then.
-
-        Called by all ranks, after an `exchange`. Raises RuntimeError where symmetric memory fails.
-        """
-        if device.type != "cuda" or not self._may_connect:
+        """Lets copy engines carry messages of this GPU; else a warning says why NCCL does. Not while a graph is
+        recorded. Called by all ranks, after an `exchange`."""
+        if not self._may_connect or torch.cuda.is_current_stream_capturing():
             return
-        self._may_connect = False
-        group = self.process_group
+        self._may_connect, group = False, self.process_group
         if group not in _mailboxes:
-            seats = [Seat(*json.loads(text)) for text in self._texts_of_all(json.dumps(Seat.of(device)))]
+            sends, receives = self.first_messages(device)
+            for work in self._post(sends, receives) if sends else ():  # NCCL carries those of graphs, later
+                work.wait()
             timeout_s = self._timeout.total_seconds()
-            why = refusal(seats)
-            _mailboxes[group] = why or Mailboxes(group.group_name, self.rank, self.size, device, timeout_s)
-        opened = _mailboxes[group]
-        if isinstance(opened, str):
+            _mailboxes[group] = opened(self._texts_of_all, group, self.rank, self.size, device, timeout_s)
+        found = _mailboxes[group]
+        self._mailboxes = None if isinstance(found, str) else found
+        if isinstance(found, str):
             warnings.warn(
-                f"NCCL carries messages in place of copy engines: {opened}; --set copy_engines=off plans for that",
+                f"NCCL carries messages, for copy engines cannot: {found}; a plan with --set copy_engines=off says "
+                "nothing of it",
                 stacklevel=2,
             )
-        else:
-            self._mailboxes = opened
 
     def _texts_of_all(self, text: str) -> list[str]:
-        """Every rank's text of at most _SEAT_BYTES, in rank order."""
+        """Every rank's text of at most _SEAT_BYTES ASCII characters, in rank order."""
         own = torch.frombuffer(bytearray(text.encode().ljust(_SEAT_BYTES)), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         self._control_group().allgather([found], [own]).wait()
-        return [bytes(each.tolist()).decode() for each in found]
+        return [bytes(each.tolist()).decode().rstrip() for each in found]
 
     def told_by_first(self, text: str) -> str:
         """Rank 0's text, on every rank: called by all of them after an `exchange`. Raises RuntimeError."""
@@ -238,13 +235,18 @@ class Group:
         return [send], [receive]
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
-        """Starts at least one message as one batch. The buffers are busy until the works are waited for, once.
+        """Starts at least one message as one batch. The buffers are busy until the works are waited for, once."""
+        on_gpu = (*sends, *receives)[0].buffer.device.type == "cuda"
+        if on_gpu and self._mailboxes is not None and not torch.cuda.is_current_stream_capturing():
+            return [self._mailboxes.post(sends, receives)]
+        return self._post(sends, receives)
+
+    def _post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
+        """`post` by the group's backend.
 
         `batch_isend_irecv` does the same, with 0.05 to 0.1 ms more of host time for its checks.
         """
         group, device = self.process_group, (*sends, *receives)[0].buffer.device
-        if self._mailboxes is not None and not torch.cuda.is_current_stream_capturing():
-            return [self._mailboxes.post(sends, receives)]
         if device.type not in self._coalesces:  # asking takes 13 us
             able = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
             self._coalesces[device.type] = able
