@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "e5a48ab93a28cb6c74adeb5ac149bf9d93f16f2c400406c6beff1c1d5dad7e9f",
+    "digest": "ad16c7edb1d59e0f89b4e5e30c6d38b6c56fd7f8c32ac90e04f643ae8cad85d6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "74445196adf69cff4d49270c635da7894e907420c84952ab8e3086258cd6641e",
+    "digest": "e0778c19567711dd7cfc1e84c3461397984e00f4c0ccc9369f982efb1bd850d1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

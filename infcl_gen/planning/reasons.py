@@ -120,8 +120,9 @@ def _transport_reasons(
     if cluster.profile.target == "cuda":
         hidden += f"; {'copy engines carry' if model.table.copy_engines else 'NCCL carries'} the messages"
     if not model.table.copy_engines and any(c.model.table.copy_engines for c in everything):
-        fit = any(c.model.table.copy_engines for c in candidates)
-        hidden += ": copy engines hardly save time" if fit else ": mailboxes for copy engines exceed the budget"
+        alike = (c for c in candidates if (c.model.choice, c.sizes) == (model.choice, best.sizes))
+        fit = any(c.model.table.copy_engines for c in alike)
+        hidden += ": copy engines save no more than 0.1 %" if fit else ": mailboxes for copy engines exceed the budget"
     others = [c.time_s for c in candidates if c.model.choice.transport != way]
     other = {"ring": "gather", "gather": "ring"}[way]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""

@@ -223,7 +223,7 @@ class _Step:
         levels = {self._table.level(sent.to) for sent in batch}
         start_s = self._model.batch_s + max(self._latency[level] for level in levels)
         resource = LEVELS["node" if "node" in levels else "device"]
-        host_s = HOST_MESSAGE_S + HOST_PEER_S * (len({sent.to for sent in batch}) - 1)
+        host_s = HOST_MESSAGE_S + HOST_PEER_S * (len({sent.to for sent in batch}) - 1) + self._model.posting_s(batch)
         posted = self._enqueue(self._host, "host", name, host_s)
         begins = self._enqueue(self._messages, "message", name, start_s, _joined(posted, kernels), resource)
         flows: Counter[tuple[int, int, str]] = Counter()  # bytes by sender, receiver and level

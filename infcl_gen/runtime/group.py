@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mailboxes import Mailboxes, Message, opened
+from .mailboxes import TEXT_BYTES, Mailboxes, Message, opened
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
 PROTOCOL = 17  # raise it with every change of what ranks send to each other
@@ -25,7 +25,6 @@ PROTOCOL = 17  # raise it with every change of what ranks send to each other
 # The header that each rank sends to all others before a trip. Texts are cut to 14 ASCII characters. The protocol comes
 # first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_BYTES, _HEADER_BYTES = 14, 256
-_SEAT_BYTES = 256
 _SHORTEST_WAIT_S = 0.1  # for peers to take a header after the timeout has passed
 _CONTROL_TAG = 64  # the tags of travelling tensors count from 0
 _TEXTS = (
@@ -37,6 +36,7 @@ _NUMBERS = (
     "trips finished",  # of this process in this group
     "call number",  # trips finished before the forward
     "first label", "last label",  # smallest and largest; (0, -1) where labels were not read
+    "device",  # index of the rank's GPU; -1 for a CPU
 )  # fmt: skip
 _ANSWERS = (
     "accepted",  # False: this rank rejects its own arguments
@@ -187,30 +187,44 @@ class Group:
             raise RuntimeError(f"ranks disagree: protocol differs ({each})")
         return headers
 
-    def connect(self, device: torch.device) -> None:
-        """Lets copy engines carry messages of this GPU; else a warning says why NCCL does. Not while a graph is
-        recorded. Called by all ranks, after an `exchange`."""
-        if not self._may_connect or torch.cuda.is_current_stream_capturing():
-            return
-        self._may_connect, group = False, self.process_group
-        if group not in _mailboxes:
-            sends, receives = self.first_messages(device)
-            for work in self._post(sends, receives) if sends else ():  # NCCL carries those of graphs, later
-                work.wait()
-            timeout_s = self._timeout.total_seconds()
-            _mailboxes[group] = opened(self._texts_of_all, group, self.rank, self.size, device, timeout_s)
-        found = _mailboxes[group]
-        self._mailboxes = None if isinstance(found, str) else found
-        if isinstance(found, str):
-            warnings.warn(
-                f"NCCL carries messages, for copy engines cannot: {found}; a plan with --set copy_engines=off says "
-                "nothing of it",
-                stacklevel=2,
+    def connect(self, devices: Sequence[int]) -> None:
+        """Lets copy engines carry messages of these GPUs, one for each rank; else rank 0 warns why NCCL does.
+
+        Called by all ranks, after an `exchange`; nothing is done while a graph is recorded. Raises RuntimeError, on
+        every rank, where one has another GPU than before.
+        """
+        if self._mailboxes is not None and self._mailboxes.devices != list(devices):
+            before = self._mailboxes.devices
+            raise RuntimeError(
+                f"the ranks have the GPUs {list(devices)}, and had {before}: copy engines carry messages between those "
+                "that a process group begins with; make another group, or generate with --set copy_engines=off"
             )
+        if not self._may_connect:
+            return
+        with torch.cuda.device(devices[self.rank]):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._may_connect, group = False, self.process_group
+            if group not in _mailboxes:
+                _mailboxes[group] = found = self._opened(torch.device("cuda", devices[self.rank]))
+                if isinstance(found, str) and self.rank == 0:
+                    warnings.warn(
+                        f"NCCL carries messages, and not copy engines: {found}; packages that are generated with --set "
+                        "copy_engines=off expect that",
+                        stacklevel=2,
+                    )
+        self._mailboxes = None if isinstance(_mailboxes[group], str) else _mailboxes[group]
+
+    def _opened(self, device: torch.device) -> Mailboxes | str:
+        sends, receives = self.first_messages(device)
+        for work in self._post(sends, receives) if sends else ():  # NCCL carries messages of graphs, and connects now
+            work.wait()
+        timeout_s = self._timeout.total_seconds()
+        return opened(self._texts_of_all, self.process_group, self.rank, device, timeout_s)
 
     def _texts_of_all(self, text: str) -> list[str]:
-        """Every rank's text of at most _SEAT_BYTES ASCII characters, in rank order."""
-        own = torch.frombuffer(bytearray(text.encode().ljust(_SEAT_BYTES)), dtype=torch.uint8)
+        """Every rank's text of at most TEXT_BYTES ASCII characters, in rank order."""
+        own = torch.frombuffer(bytearray(text.encode().ljust(TEXT_BYTES)), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         self._control_group().allgather([found], [own]).wait()
         return [bytes(each.tolist()).decode().rstrip() for each in found]
@@ -224,8 +238,8 @@ class Group:
         return bytes(words.tolist()).decode()
 
     def first_messages(self, device: torch.device) -> tuple[list[Message], list[Message]]:
-        """What each rank sends and receives before a gather, once: NCCL needs every rank in a group's first batch, and
-        a rank without keys has nothing to send."""
+        """What each rank sends and receives, once, before a gather and before mailboxes are opened: NCCL needs every
+        rank in a group's first batch, and a rank without keys has nothing to send."""
         if device.type != "cuda" or self._connected:
             return [], []
         self._connected = True

@@ -45,12 +45,21 @@ ALL = "all"  # the owner's part of a tensor of all ranks' keys
 RECEIVED = "received"  # one buffer per sender
 STAYED = "stayed"  # of a ring's sums the own part, which does not travel
 
-# Of symmetric memory, for what other ranks of the host send by copy engines (mailboxes.py).
-MAILBOX_BYTES = 64 << 20
+# Of symmetric memory, for what other ranks of the host send by copy engines (mailboxes.py). The rest is for counts, and
+# for what torch adds to symmetric memory.
+MAILBOX_BYTES, MAILBOX_REST_BYTES = 64 << 20, 1 << 20
+MAILBOX_PLACES = 2  # for each sender: one is filled while the other is emptied
+PIECE_UNIT_BYTES = 512
 
 SHARE_ROWS = 8  # shares of a block begin at multiples of it: of the library's inner extents, and of 16 bytes
 # The first half of the queries ends at a multiple: of what kernels are compiled apart for, and if it can of a tile.
 HALF_ROWS = (16, 128)
+
+
+def piece_bytes(ranks: int) -> int:
+    """The largest piece of a message by copy engines: a place in a mailbox of one of so many ranks."""
+    each = (MAILBOX_BYTES - MAILBOX_REST_BYTES) // (MAILBOX_PLACES * (ranks - 1))
+    return each // PIECE_UNIT_BYTES * PIECE_UNIT_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The table of communication, executed: where travelling tensors are, when messages start, and what waits for them.
 
-On CUDA the host waits for no message: messages run on the backend's stream, behind the work that they depend on, and
+On CUDA the host waits for no message: messages run on streams of their own, behind the work that they depend on, and
 the current stream waits for them where the table says so.
 """
 

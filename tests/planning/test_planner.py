@@ -477,18 +477,34 @@ def test_how_keys_travel() -> None:
 
 
 def test_copy_engines_carry_messages_between_the_gpus_of_a_node() -> None:
-    """Through memory that the plan counts; the ring then hides so much that a gather is not faster."""
-    ways = {word: plan_flags(batch_size="16k", devices=4, set={"copy_engines": word}) for word in ("on", "off")}
-    default = plan_flags(batch_size="16k", devices=4)
+    """Through memory that the plan counts."""
+    ways = {word: plan_flags(batch_size="64k", devices=2, set={"copy_engines": word}) for word in ("on", "off")}
+    default = plan_flags(batch_size="64k", devices=2)
     assert default.schedule == ways["on"].schedule and default.schedule.copy_engines
-    assert (ways["on"].schedule.transport, ways["off"].schedule.transport) == ("ring", "gather")
+    assert default.predicted_time_s < ways["off"].predicted_time_s
     (mailboxes,) = [buffer for buffer in default.buffers if buffer.name == "mailboxes"]
     assert (mailboxes.bytes, mailboxes.phase) == (MAILBOX_BYTES, "both")
     assert "mailboxes" not in {buffer.name for buffer in ways["off"].buffers}
-    for flags, said in (({}, "NCCL"), ({"devices": 2}, "copy engines carry"), ({"devices": 2, "nodes": 2}, "NCCL")):
-        plan = plan_flags(batch_size="16k", **flags)
-        assert plan.schedule.copy_engines == ("copy" in said)
-        assert not flags or any(said in reason.why for reason in plan.reasons if reason.level == 1)
+    assert default.predicted_peak_bytes > ways["off"].predicted_peak_bytes + MAILBOX_BYTES
+
+
+CARRIERS: list[tuple[dict[str, Any], str, bool, str]] = [  # transport, whether by copy engines, and what is said
+    ({"batch_size": "64k", "devices": 2}, "ring", True, "copy engines carry the messages"),
+    ({"batch_size": "64k", "devices": 2, "nodes": 2}, "ring", False, "NCCL carries the messages"),
+    ({"batch_size": "64k", "devices": 2, "device_profile": "l4"}, "ring", False, "NCCL carries the messages"),
+    # The only gather that fits is by NCCL, and rings by copy engines, of any budget, do not count against it.
+    ({"batch_size": "8k", "devices": 4, "memory_budget": "111MiB"}, "gather", False, "mailboxes .* exceed the budget"),
+    ({"batch_size": "16k", "devices": 4, "memory_budget": "159MiB"}, "ring", False, "mailboxes .* exceed the budget"),
+    ({"batch_size": "32M", "devices": 8, "memory_budget": "64GiB"}, "ring", False, "save no more than 0.1 %"),
+]
+
+
+@pytest.mark.parametrize(("flags", "transport", "engines", "said"), CARRIERS)
+def test_what_carries_messages_and_why(flags: dict[str, Any], transport: str, engines: bool, said: str) -> None:
+    plan = plan_flags(**flags)
+    assert (plan.schedule.transport, plan.schedule.copy_engines) == (transport, engines)
+    (why,) = [reason.why for reason in plan.reasons if reason.level == 1]
+    assert re.search(f"{said}$" if transport == "gather" else said, why), why
 
 
 @pytest.mark.parametrize(

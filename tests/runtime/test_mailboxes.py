@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import importlib
 import inspect
 import random
 import signal
 import threading
 import types
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +22,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import infcl_gen
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.runtime import group as groups
 from infcl_gen.runtime import mailboxes
 from infcl_gen.runtime.group import Group
-from infcl_gen.runtime.mailboxes import Message, Seat, refusal
+from infcl_gen.runtime.mailboxes import Endpoint, Message, refusal
 from infcl_gen.verification.properties import Case
 
 from .pool import Pool, need, results
@@ -43,11 +48,11 @@ class Host:
         self.queues: list[list[deque[Operation]]] = [[deque() for _ in range(queues)] for _ in range(ranks)]
         pieces = 512 * 2 * (ranks - 1)
         self._memory = [torch.full((pieces + 8 * ranks,), 7, dtype=torch.uint8) for _ in range(ranks)]
-        self.ranks, group = [], types.SimpleNamespace(group_name="group")
+        self.ranks = []
         for rank in range(ranks):
-            with mock.patch.multiple(module, **self._replaced(rank), MAILBOX_BYTES=pieces, _REST_BYTES=0):
-                made = module.Mailboxes(rank, ranks, torch.device("cuda", rank), 60.0, range(ranks))
-                made.meet(group)
+            with mock.patch.multiple(module, **self._replaced(rank), piece_bytes=lambda _: 512):
+                made = module.Mailboxes(rank, range(ranks), 60.0)
+                made.meet("group")
                 self.ranks.append(made)
 
     def _replaced(self, rank: int) -> dict[str, Any]:
@@ -62,13 +67,11 @@ class Host:
         )
         zeros = lambda *size, dtype, device, pin_memory: torch.zeros(*size, dtype=dtype)  # noqa: E731
         return {
-            "torch": SimpleNamespace(cuda=cuda, zeros=zeros, uint8=torch.uint8, int32=torch.int32),
+            "torch": SimpleNamespace(cuda=cuda, zeros=zeros, uint8=torch.uint8, int32=torch.int32, device=torch.device),
             "_symmetric": lambda: SimpleNamespace(
                 empty=lambda *_, **__: self._memory[rank], rendezvous=lambda *_: handle
             ),
             "importlib": SimpleNamespace(import_module=lambda _: self._driver(rank)),
-            "threading": mock.MagicMock(),
-            "weakref": mock.MagicMock(),
         }
 
     def _driver(self, rank: int) -> Any:
@@ -111,10 +114,7 @@ class Host:
             cuda = SimpleNamespace(current_stream=lambda _: Stream(0))
             if not (sends or receives):
                 continue
-            with (
-                mock.patch.object(inspect.getmodule(type(each)) or mailboxes, "torch", SimpleNamespace(cuda=cuda)),
-                mock.patch.object(each, "_device", torch.device("cpu")),
-            ):
+            with mock.patch.object(inspect.getmodule(type(each)) or mailboxes, "torch", SimpleNamespace(cuda=cuda)):
                 each.post(sends, receives)
         return [
             (sent.buffer, arrived.buffer)
@@ -200,15 +200,50 @@ def test_a_batch_is_forgotten_once_both_streams_are_done() -> None:
 
 
 def test_only_messages_of_their_gpu_go_by_mailboxes() -> None:
-    """Those of a CPU go by the group's backend, whose host waits for them; those of another GPU are refused."""
+    """Those of a CPU go by the group's backend, whose host waits for them; ranks that change GPUs are refused."""
     host, message = Host(2, 1), Message(torch.zeros(3), 1, 0)
-    with pytest.raises(RuntimeError, match="carries messages of cuda:0, not of cpu"):
-        host.ranks[0].post([message], [])
     group = Group.__new__(Group)
     group._mailboxes = host.ranks[0]
     with mock.patch.object(Group, "_post", return_value=["posted"]) as post:
         assert group.post([message], []) == ["posted"]
     post.assert_called_once_with([message], [])
+    with pytest.raises(RuntimeError, match=r"the ranks have the GPUs \[0, 2\], and had \[0, 1\]"):
+        group.connect([0, 2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_refusal_is_a_warning_on_one_rank_once(rank: int) -> None:
+    """NCCL connects in time for graphs that are recorded later."""
+    process_group, warned = dist.ProcessGroup(rank, 2), "NCCL carries messages, and not copy engines: rank 1 is far;"
+    with (
+        mock.patch.object(groups, "_mailboxes", weakref.WeakKeyDictionary()),
+        mock.patch.object(groups, "opened", return_value="rank 1 is far") as opened,
+        mock.patch.object(Group, "process_group", process_group),
+        mock.patch.object(Group, "_timeout", datetime.timedelta(seconds=9)),
+        mock.patch.object(Group, "first_messages", return_value=(["word"], ["other"])),
+        mock.patch.object(Group, "_post", return_value=[mock.Mock()]) as post,
+        mock.patch.multiple(torch.cuda, device=mock.MagicMock(), is_current_stream_capturing=lambda: False),
+        warnings.catch_warnings(record=True) as found,
+    ):
+        for _ in range(2):  # the groups of two packages
+            group = Group.__new__(Group)
+            group.rank, group._mailboxes, group._may_connect = rank, None, True
+            for _ in range(2):
+                group.connect([0, 1])
+            assert group._mailboxes is None
+    opened.assert_called_once_with(mock.ANY, process_group, rank, torch.device("cuda", rank), 9.0)
+    post.assert_called_once_with(["word"], ["other"])
+    assert [str(each.message).startswith(warned) for each in found] == [True] * (rank == 0)
+
+
+def test_mailboxes_are_watched_while_their_group_lives() -> None:
+    """And while batches are under way."""
+    under_way = iter([True, False, True, False, False])
+    alive = iter(["group", "group", None])
+    watched = SimpleNamespace(check=lambda: next(under_way))
+    with mock.patch.object(mailboxes.time, "sleep") as sleep:
+        mailboxes._watch(watched, lambda: next(alive))  # type: ignore[arg-type]
+    assert sleep.call_count == 4 and next(alive, None) is None
 
 
 def test_an_overdue_batch_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +262,7 @@ PLANTED = {
         "for sent, taken in [*((s, None) for s in self._pieces(sends, to)),"
         " *((None, t) for t in self._pieces(receives, origin))]:",
     ),
-    "a full place is filled": ("if number >= _PLACES:", "if number < 0:"),
+    "a full place is filled": ("if number >= MAILBOX_PLACES:", "if number < 0:"),
     "a place is emptied before it is full": (
         "self._wait(self._incoming, self._count(self._rank, origin), number + 1)",
         "pass",
@@ -259,16 +294,18 @@ def test_planted_bugs_are_seen() -> None:
 
 
 def test_refusal() -> None:
-    seats = [Seat("", 1, 0), Seat("", 1, 1)]
-    assert refusal(seats) == ""
-    assert refusal([*seats, Seat("", 2, 2)]) == "ranks 0 and 2 are on different hosts, or in different containers"
-    assert refusal([*seats, Seat("", 1, 1)]) == "ranks 1 and 2 both see their GPU as cuda:1"
-    assert refusal([*seats, Seat("cannot import cuda", 1, 2)]) == "rank 2 cannot import cuda"
+    ranks = [Endpoint("", 1, 0), Endpoint("", 1, 1)]
+    assert refusal(ranks) == ""
+    assert (
+        refusal([*ranks, Endpoint("", 2, 2)]) == "ranks 0 and 2 have different hosts, containers or temporary folders"
+    )
+    assert refusal([*ranks, Endpoint("", 1, 1)]) == "ranks 1 and 2 both see their GPU as cuda:1"
+    assert refusal([*ranks, Endpoint("cannot import cuda", 1, 2)]) == "rank 2 cannot import cuda"
 
 
 TROUBLE: dict[str, tuple[str, list[Any], str]] = {  # where, what happens to either rank, and what both then say
     "nothing": ("", [], ""),
-    "a rank lacks something": ("seat", ["", "cannot import cuda"], "rank 1 cannot import cuda"),
+    "a rank lacks something": ("endpoint", ["", "cannot import cuda"], "rank 1 cannot import cuda"),
     "no memory": ("__init__", [None, RuntimeError("out of\nmemory")], "rank 1 met RuntimeError: out of memory"),
     "no handle": ("meet", [OSError("no socket " + 300 * "x"), None], "rank 0 met OSError: no socket x"),
 }
@@ -297,13 +334,14 @@ def test_ranks_have_mailboxes_together_or_not_at_all(name: str) -> None:
             barrier.wait()
             return list(texts)
 
-        group: Any = None
-        return mailboxes.opened(tell, group, rank, 2, torch.device("cuda", rank), 60.0)
+        group: Any = mock.Mock(group_name="group")
+        return mailboxes.opened(tell, group, rank, torch.device("cuda", rank), 60.0)
 
     with (
-        mock.patch.object(mailboxes.Seat, "of", lambda device: Seat(step("seat") or "", 1, device.index)),
+        mock.patch.object(mailboxes.Endpoint, "of", lambda device: Endpoint(step("endpoint") or "", 1, device.index)),
         mock.patch.object(mailboxes.Mailboxes, "__init__", lambda *_: step("__init__")),
         mock.patch.object(mailboxes.Mailboxes, "meet", lambda *_: step("meet")),
+        mock.patch.object(mailboxes, "_watch") as watch,
         ThreadPoolExecutor(2) as threads,
     ):
         found = list(threads.map(run, range(2)))
@@ -311,14 +349,15 @@ def test_ranks_have_mailboxes_together_or_not_at_all(name: str) -> None:
         assert all(str(each).startswith(message) for each in found) and found[0] == found[1]
     else:
         assert all(isinstance(each, mailboxes.Mailboxes) for each in found)
+    assert watch.call_count == (0 if message else 2)
 
 
 def test_a_rank_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     with mock.patch.dict("sys.modules", {"cuda.bindings.driver": None}):
-        assert Seat.of(device).why.startswith("cannot import cuda")
+        assert Endpoint.of(device).why.startswith("cannot import cuda")
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    assert Seat.of(device).why == "has TORCH_NCCL_BLOCKING_WAIT set, which NCCL alone heeds"
+    assert Endpoint.of(device).why == "has TORCH_NCCL_BLOCKING_WAIT set, which NCCL alone heeds"
 
 
 SMALL = {"loss": "siglip", "batch_size": 4096, "dim": 64, "device_profile": "h200", "devices": 2}

@@ -6,8 +6,8 @@ Each rank has a mailbox for every other rank: two places in symmetric memory. A 
     receiver    waits for the count, copies the piece out, and counts it as taken, which frees its place
 
 Counts are words in symmetric memory, which the driver writes and waits for in the order of a stream: the host waits for
-nothing. Streams may share a hardware queue, in which a wait holds up all that comes later. So pieces are enqueued in an
-order in which none waits for one that comes later on another rank: by distance of the ranks, sent and taken in turns.
+nothing. Streams may share a hardware queue, in which a wait holds up all that comes later. Pieces are enqueued by
+distance of the ranks, sent and taken in turns: none waits for one that comes later on another rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -33,17 +32,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .table import MAILBOX_BYTES
+from .table import MAILBOX_PLACES, piece_bytes
 
-_PLACES = 2  # of a mailbox: one is filled while the other is emptied
-_ALIGNED_BYTES = 512
+TEXT_BYTES = 256  # of what ranks tell each other before mailboxes are opened
+_WHY_LENGTH = 160
 _WORD_BYTES = 4
-_REST_BYTES = 1 << 20  # of MAILBOX_BYTES: for counts, and for what torch adds to symmetric memory
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares modulo 2^32
 _FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: what another device wrote before the count is then seen
 _WORD_MASK = (1 << 32) - 1
 _WATCH_S = 1.0
-_WHY_LENGTH = 160
+_YES = ("1", "true", "t", "yes", "y")  # as torch reads switches of the environment
+_SOCKET_PATH_BYTES = 107  # that the kernel takes; torch passes handles of symmetric memory through a socket
 
 Tell = Callable[[str], list[str]]  # every rank's text, in rank order
 
@@ -56,7 +55,7 @@ class Message(NamedTuple):
     tag: int
 
 
-class Seat(NamedTuple):
+class Endpoint(NamedTuple):
     """What a rank says of itself before mailboxes are opened. `why`: what it lacks, as a clause; "" for nothing."""
 
     why: str
@@ -64,9 +63,8 @@ class Seat(NamedTuple):
     device: int
 
     @classmethod
-    def of(cls, device: torch.device) -> Seat:
-        # Handles of symmetric memory pass through a socket in the temporary folder.
-        words = [socket.gethostname(), tempfile.gettempdir()]
+    def of(cls, device: torch.device) -> Endpoint:
+        words = [socket.gethostname(), _socket_folder()]
         with contextlib.suppress(OSError):
             words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
             words += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "pid")]
@@ -74,29 +72,26 @@ class Seat(NamedTuple):
         return cls(_lacking(device), host, device.index)
 
 
-def refusal(seats: Sequence[Seat]) -> str:
-    """Why ranks with these seats cannot have mailboxes, as a clause; "" if they can."""
-    for rank, seat in enumerate(seats):
-        if seat.why:
-            return f"rank {rank} {seat.why}"
+def refusal(ranks: Sequence[Endpoint]) -> str:
+    """Why these ranks cannot have mailboxes, as a clause; "" if they can."""
+    for rank, endpoint in enumerate(ranks):
+        if endpoint.why:
+            return f"rank {rank} {endpoint.why}"
         for other in range(rank):
-            if seat.host != seats[other].host:
-                return f"ranks {other} and {rank} are on different hosts, or in different containers"
-            if seat.device == seats[other].device:
-                return f"ranks {other} and {rank} both see their GPU as cuda:{seat.device}"
+            if endpoint.host != ranks[other].host:
+                return f"ranks {other} and {rank} have different hosts, containers or temporary folders"
+            if endpoint.device == ranks[other].device:
+                return f"ranks {other} and {rank} both see their GPU as cuda:{endpoint.device}"
     return ""
 
 
 def opened(
-    tell: Tell, group: torch.distributed.ProcessGroup, rank: int, size: int, device: torch.device, timeout_s: float
+    tell: Tell, group: torch.distributed.ProcessGroup, rank: int, device: torch.device, timeout_s: float
 ) -> Mailboxes | str:
     """This rank's mailboxes; or why the ranks have none, a clause that is the same on all. All call this together."""
-    seats = [Seat(*json.loads(text)) for text in tell(json.dumps(Seat.of(device)))]
-    why, made = refusal(seats), list[Mailboxes]()
-    steps = (
-        lambda: made.append(Mailboxes(rank, size, device, timeout_s, [seat.device for seat in seats])),
-        lambda: made[0].meet(group),
-    )
+    ranks = [Endpoint(*json.loads(text)) for text in tell(json.dumps(Endpoint.of(device)))]
+    why, made, devices = refusal(ranks), list[Mailboxes](), [endpoint.device for endpoint in ranks]
+    steps = (lambda: made.append(Mailboxes(rank, devices, timeout_s)), lambda: made[0].meet(group.group_name))
     for step in steps if not why else ():
         own = ""
         try:
@@ -106,31 +101,47 @@ def opened(
         why = why or next((f"rank {each} {text}" for each, text in enumerate(tell(_short(own))) if text), "")
         if why:
             break
-    return why or made[0]
+    if why:
+        return why
+    # It holds the mailboxes: freeing them waits for the device, whose streams may wait for a rank that is gone.
+    watching = made[0], weakref.ref(group)
+    threading.Thread(target=_watch, args=watching, name="infcl mailboxes", daemon=True).start()
+    return made[0]
 
 
 def _short(text: str) -> str:
-    return text.encode("ascii", "replace")[:_WHY_LENGTH].decode().replace("\n", " ")
+    """Few characters, of which JSON escapes none."""
+    plain = text.encode("ascii", "replace")[:_WHY_LENGTH].decode()
+    return "".join(each if each.isprintable() and each not in '"\\' else " " for each in plain)
+
+
+def _socket_folder() -> str:
+    """Where torch makes the socket."""
+    return next((found for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if (found := os.environ.get(name))), "/tmp")
 
 
 def _lacking(device: torch.device) -> str:
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true"):
-        return "has TORCH_NCCL_BLOCKING_WAIT set, which NCCL alone heeds"
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if os.environ.get(name, "").lower() in _YES:
+            return f"has {name} set, which NCCL alone heeds"
+    if len(os.fsencode(f"{_socket_folder()}/symm_mem-{os.getpid()}")) > _SOCKET_PATH_BYTES:
+        return "has a temporary folder whose path is too long for a socket"
     try:
         importlib.import_module("cuda.bindings.driver")
         backend = _symmetric().get_backend(device)
     except ImportError as error:
-        return _short(f"cannot import {error.name}")
+        return _short(f"cannot import {error.name or error}")
     except Exception as error:  # of torch versions whose symmetric memory differs
         return _short(f"has no symmetric memory in torch {torch.__version__}: {error}")
     return "" if backend == "CUDA" else f"has symmetric memory of the backend {backend}, not CUDA"
 
 
 class Mailboxes:
-    """Those of this rank in a process group of `size` ranks, on `devices` of this host."""
+    """Those of this rank in a process group; `devices`: the GPU of each rank, all of one host."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float, devices: Sequence[int]) -> None:
-        self._rank, self._size, self._device, self._timeout_s = rank, size, device, timeout_s
+    def __init__(self, rank: int, devices: Sequence[int], timeout_s: float) -> None:
+        self.devices, self._rank, self._size, self._timeout_s = list(devices), rank, len(devices), timeout_s
+        self._device, size = (device := torch.device("cuda", devices[rank])), len(devices)
         for other in devices:
             if other != device.index and not torch.cuda.can_device_access_peer(device, other):
                 raise RuntimeError(f"cuda:{device.index} cannot reach the memory of cuda:{other}")
@@ -138,9 +149,8 @@ class Mailboxes:
         flushes = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
         can_flush = self._call("cuDeviceGetAttribute", flushes, device.index)[0]
         self._wait_flags = _AT_LEAST | _FLUSH * bool(can_flush)
-        piece_bytes = (MAILBOX_BYTES - _REST_BYTES) // (_PLACES * (size - 1))
-        self._piece_bytes = piece_bytes // _ALIGNED_BYTES * _ALIGNED_BYTES
-        self._pieces_bytes = self._piece_bytes * _PLACES * (size - 1)
+        self._piece_bytes = piece_bytes(size)
+        self._pieces_bytes = self._piece_bytes * MAILBOX_PLACES * (size - 1)
         self._own = self._allocated(self._pieces_bytes + 2 * size * _WORD_BYTES)
         self._own.zero_()
         torch.cuda.synchronize(device)
@@ -160,18 +170,14 @@ class Mailboxes:
             found = empty(size, **how)
         return found
 
-    def meet(self, group: torch.distributed.ProcessGroup) -> None:
+    def meet(self, group_name: str) -> None:
         """Finds the memory of the other ranks; no rank returns before all have come."""
-        handle = _symmetric().rendezvous(self._own, group.group_name)
+        handle = _symmetric().rendezvous(self._own, group_name)
         self._memory = [handle.get_buffer(peer, self._own.shape, torch.uint8) for peer in range(self._size)]
         self._start: list[int] = [memory.data_ptr() for memory in self._memory]
-        # It holds the mailboxes: freeing them waits for the device, whose streams may wait for a rank that is gone.
-        threading.Thread(target=_watch, args=(self, weakref.ref(group)), name="infcl mailboxes", daemon=True).start()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Delivery:
         """Starts messages, behind the current stream's work so far. Ranks post the batches of a pair in one order."""
-        if (device := (*sends, *receives)[0].buffer.device) != self._device:
-            raise RuntimeError(f"this process group carries messages of {self._device}, not of {device}")
         streams, self._posted = (self._outgoing, self._incoming), self._posted + 1
         delivery = Delivery(self._device, (*sends, *receives))
         self._pending.append(_Pending(self._posted, time.monotonic() + self._timeout_s, delivery))
@@ -216,8 +222,8 @@ class Mailboxes:
 
     def _send(self, to: int, address: int, size: int) -> None:
         number = self._sent[to]
-        if number >= _PLACES:
-            self._wait(self._outgoing, self._count(self._rank, to, taken=True), number - _PLACES + 1)
+        if number >= MAILBOX_PLACES:
+            self._wait(self._outgoing, self._count(self._rank, to, taken=True), number - MAILBOX_PLACES + 1)
         self._copy(self._outgoing, self._place(to, self._rank, number), address, size)
         self._write(self._outgoing, self._count(to, self._rank), number + 1)
         self._sent[to] = number + 1
@@ -232,7 +238,7 @@ class Mailboxes:
     def _place(self, rank: int, sender: int, number: int) -> int:
         """The address of a piece in the mailbox that `rank` has for `sender`."""
         mailbox = (rank - sender) % self._size - 1
-        return self._start[rank] + (mailbox * _PLACES + number % _PLACES) * self._piece_bytes
+        return self._start[rank] + (mailbox * MAILBOX_PLACES + number % MAILBOX_PLACES) * self._piece_bytes
 
     def _count(self, rank: int, peer: int, taken: bool = False) -> int:
         """The address, in the memory of `rank`, of the number of pieces that `peer` has sent to it, or taken."""

@@ -73,8 +73,9 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
             raise
         headers = group.exchange(header(package, call, gradients, _label_range(package, call, checked)))
         compare(headers)
-        if package.table.copy_engines and call.q.device.type == "cuda":
-            group.connect(call.q.device)
+        devices = [given["device"] for given in headers]
+        if package.table.copy_engines and min(devices) >= 0:
+            group.connect(devices)
         rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
         found, ranges = Layout(group.rank, rows, keys), [(h["first label"], h["last label"]) for h in headers]
     _check_sizes(package, found, call.options.labelling)
@@ -152,6 +153,7 @@ def header(
         "keys": keys.shape[0] if keys.dim() else 0,
         "first label": label_range[0],
         "last label": label_range[1],
+        "device": -1 if features.device.index is None else features.device.index,
     }
 
 
