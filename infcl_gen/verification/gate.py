@@ -16,7 +16,8 @@ of the features' dtype, v of the statistics (fp32, or fp64 for fp64) and w of a 
             + u * |dq_i| + half the smallest subnormal of the output
 
 and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). E is how often the most frequent
-row of features occurs. Where forward keeps tiles, g is the product of two rounded numbers: 2 u there. Of a sum over
+row of features occurs. In P_ij and C_ij a dx above 1 becomes e^dx - 1: features that are multiplied by numbers and
+rounded have such logits. Where forward keeps tiles, g is the product of two rounded numbers: 2 u there. Of a sum over
 pairs no r_i and N enter dx_ij, and with h the term of a pair
 
     dg_ij = max |h'(x_ij +- dx_ij) - h'(x_ij)| + 4 v |h'(x_ij)| + underflow
@@ -34,9 +35,11 @@ The mean of all logits adds the rounding of means of features, (4 + 16) v of the
 With any number of positives of shares s_ij in p, 1/n_i or exp(x_ij - p_i), s_ij db + |b| ds_ij stands for the term of
 one. A guide's softmax has the shares t_ij, wrong by the products of its features, and p by sum_j dt_ij |x_ij - p_i|;
 with constant multiples of such means of both sides dg_ij has |guide_share| dt_ij of each.
-Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
+Own negatives add the same with the products of a query and its own, to dq, dscale and dbias. Their own gradients are
+multiples of q_i by g of these products; that of a weight is a value at r, p and v, as are a(r, p, v) and b(r, p, v).
 Of features that are multiplied by numbers of their rows all this is said of the products, which are rounded to u: w + u
-then stands for w. The gradient of the features is that of the product times the number, rounded once more.
+then stands for w. The gradient of the features is that of the product times the number, rounded once more. That of a
+number is the dot product of the features and the gradient of the product.
 
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
 the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
@@ -76,6 +79,7 @@ from infcl_gen.verification.oracle import (
     Inputs,
     LossAndGrads,
     further_left_out,
+    gradients_of_numbers,
     kept,
     loss_module,
     mean_share,
@@ -113,32 +117,47 @@ class GateRow:
 @dataclass(frozen=True)
 class Truth:
     """For one input: the oracle, plain torch, bounds and magnitudes, in the oracle's shapes and fp64. `states`: of each
-    state, by its keyword, the next one and its bound."""
+    state, by its keyword, the next one and its bound; `numbers`: of other own numbers their gradient and its bound."""
 
     reference: LossAndGrads
     plain: LossAndGrads
     bound: LossAndGrads
     magnitude: LossAndGrads
     states: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list[GateRow]:
     """Compare (loss, dq, dk, dscale, dbias) with the truth; None is a gradient that the package does not compute."""
     parts = (truth.reference, truth.plain, truth.bound, truth.magnitude)
     assert result[0] is not None
-    largest = min(torch.finfo(result[0].dtype).max / LARGEST_BATCH, LARGEST_LOSS)
-    if bool((truth.reference.loss.abs() > largest).all()):
+    if _is_too_large(result[0], truth):
         return [_too_large(result[0], truth.reference.loss, truth.bound.loss)]
     return [_judge(*each) for each in compared(result, *parts)]
 
 
 def gate_states(given: Mapping[str, Any], truth: Truth) -> list[GateRow]:
     """Compare the states that a call has left in its keywords, rounded to their dtype, with the next ones."""
-    rows = []
-    for name, (value, bound) in truth.states.items():
-        rounded = torch.finfo(given[name].dtype).eps / 2 * value.abs()
-        rows.append(_judge(name, given[name], value, value, bound + rounded, value))  # plain torch has no credit
-    return rows
+    return [_judge_own(name, given[name], *truth.states[name]) for name in truth.states]
+
+
+def gate_numbers(loss: Tensor, gradients: Mapping[str, Any], truth: Truth) -> list[GateRow]:
+    """Compare gradients of own numbers, by keyword, rounded to their dtype, with the true ones. None is one that the
+    package does not compute."""
+    if _is_too_large(loss, truth):
+        return []
+    return [_judge_own(f"d{name}", gradients[name], *each) for name, each in truth.numbers.items()]
+
+
+def _judge_own(name: str, found: Any, value: Tensor, bound: Tensor) -> GateRow:
+    own = None if found is None else torch.finfo(found.dtype)
+    rounded = 0.0 if own is None else own.eps / 2 * value.abs() + own.smallest_normal * own.eps
+    return _judge(name, found, value, value, bound + rounded, value)  # plain torch has no credit
+
+
+def _is_too_large(loss: Tensor, truth: Truth) -> bool:
+    largest = min(torch.finfo(loss.dtype).max / LARGEST_BATCH, LARGEST_LOSS)
+    return bool((truth.reference.loss.abs() > largest).all())
 
 
 def _too_large(loss: Tensor, reference: Tensor, bound: Tensor) -> GateRow:
@@ -155,8 +174,10 @@ def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
         # Infinities cancelled, of terms beyond 1e308: the loss leaves the range, too.
         reference = reference._replace(loss=reference.loss.masked_fill(reference.loss.isnan(), math.inf))
     if not hasattr(mathematics, "PREFIXES"):
-        bound, magnitude, states = _error_bound(module, inputs, reference, inputs.q.dtype)
-        return Truth(reference, plain_torch(module, inputs), bound, magnitude, states)
+        bound, magnitude, states, numbers = _error_bound(module, inputs, reference, inputs.q.dtype)
+        gradients = gradients_of_numbers(module, inputs)
+        of_numbers = {name: (gradients[name], numbers[name]) for name in gradients}
+        return Truth(reference, plain_torch(module, inputs), bound, magnitude, states, of_numbers)
 
     def of_prefix(part: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
         exact = part._replace(q=part.q.double(), k=part.others.double())
@@ -243,7 +264,7 @@ def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tenso
     error, tolerance, of_plain = (float(each[0]) / size for each in (errors, tolerances, plain_errors))
     detail = f"{name}: error {error:.2e}, allowed {tolerance:.2e}, plain torch {of_plain:.2e}"
     if bool(bad.any()) and not bad[0]:
-        beyond = (errors / tolerances)[1:].nan_to_num(math.inf)
+        beyond = torch.where(bad, errors / tolerances, 0.0)[1:].nan_to_num(math.inf)  # 0 / 0 is no error
         detail += f"; {int(bad[1:].sum())} of {len(beyond)} rows beyond their own tolerance"
         detail += f", row {int(beyond.argmax())} by {float(beyond.max()):.1f} times"
     return GateRow(name, not bool(bad.any()), error / tolerance if tolerance else 0.0, detail)
@@ -252,9 +273,9 @@ def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tenso
 @torch.no_grad()
 def _error_bound(
     module: ModuleType, inputs: Inputs, reference: LossAndGrads, dtype: torch.dtype
-) -> tuple[LossAndGrads, LossAndGrads, dict[str, tuple[Tensor, Tensor]]]:
-    """The bound of the module docstring; the magnitudes, each sum with absolute values for its terms; and
-    `Truth.states`. `dtype`: of the features."""
+) -> tuple[LossAndGrads, LossAndGrads, dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """The bound of the module docstring; the magnitudes, each sum with absolute values for its terms; `Truth.states`;
+    and the bounds of `Truth.numbers`. `dtype`: of the features."""
     mathematics, plan = loss_module(module), module.SPEC["plan"]
     traits = Traits(**module.SPEC["loss"]["traits"])
     out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
@@ -283,7 +304,8 @@ def _error_bound(
         w, products = 3 * w, q.abs() @ k.abs().T
     dz = w * products + v * z_sum
     dx = slope * dz + v * x.abs()
-    of_combined = functools.partial(_of_combined, traits=traits, operand=w)
+    of_rows = u * ("query_scale" in traits.scaled)
+    of_combined = functools.partial(_of_combined, traits=traits, operand=w, rounded=of_rows)
     of_softmaxes = functools.partial(_of_softmaxes, operand=w)
     terms: Any = _of_pairs if pairs else of_combined if traits.combined else of_softmaxes
     errors = terms(mathematics, x, dx, inputs, statistics, dz)
@@ -338,9 +360,10 @@ def _error_bound(
         bound = bound._replace(**{name: getattr(bound, name) + error for name, error in more.items()})
     terms = of_logit * of_z.abs()
     of_q = terms @ k.abs() / len(q)
+    numbers = {name: error / len(q) for name, error in zip(traits.vectors, errors.numbers, strict=False)}
     if inputs.negatives is not None:
-        of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits)
-        added, of_negatives = _of_negatives(of, inputs, u, reference)
+        of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, rounded=of_rows)
+        added, of_negatives, numbers["negatives"] = _of_negatives(of, inputs, u, reference)
         more = {name: getattr(bound, name) + error for name, error in added.items()}
         bound, of_q = bound._replace(**more), of_q + of_negatives
     sizes: list[Any] = [each if each is None else each.abs() for each in reference]
@@ -349,10 +372,17 @@ def _error_bound(
         dk=None if one_sided else terms.T @ q.abs() / len(q),
     )  # fmt: skip
     if traits.scaled:
+        width = v * (4 + math.sqrt(q.shape[1]) / 4)
+        for name, x, error, size in (
+            ("query_scale", given.q, bound.dq, magnitude.dq), ("key_scale", given.others, bound.dk, magnitude.dk)
+        ):  # fmt: skip
+            if name in traits.scaled:
+                numbers[name] = (x.double().abs() * (error + width * size)).sum(1)
         reference, bound, magnitude = (_times_scales(each, given) for each in (reference, bound, magnitude))
         bound = bound._replace(dq=bound.dq + u * reference.dq.abs(), dk=bound.dk + u * reference.dk.abs())
     names = traits.vectors[traits.weighed :]
-    return bound, magnitude, dict(zip(names, zip(*errors.states, strict=True), strict=True))
+    numbers = {name: error + statistics.smallest_normal for name, error in numbers.items()}
+    return bound, magnitude, dict(zip(names, zip(*errors.states, strict=True), strict=True)), numbers
 
 
 def _times_scales(results: LossAndGrads, inputs: Inputs, power: int = 1) -> LossAndGrads:
@@ -409,8 +439,8 @@ def _of_weighted_means(
 
 class _Errors(NamedTuple):
     """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx. Then of what M * dL/dscale and
-    M * dL/dbias have besides sums of it the errors; what positives have by way of their z, with its error; and next
-    states, (S, M), with theirs."""
+    M * dL/dbias have besides sums of it the errors; what positives have by way of their z, with its error; next
+    states, (S, M), with theirs; and the errors of M * dL/dv of other own numbers."""
 
     g: Tensor
     smooth: Tensor
@@ -421,6 +451,7 @@ class _Errors(NamedTuple):
     of_z: Tensor | float = 0.0
     dof_z: Tensor | float = 0.0
     states: tuple[Iterable[Tensor], Iterable[Tensor]] = ((), ())
+    numbers: Iterable[Tensor] = ()
 
 
 def _of_softmaxes(
@@ -439,14 +470,13 @@ def _of_softmaxes(
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
     dx = dx + v * (sum(each.abs() for each in statistic.values()) + long_sum)
-    dx.clamp_(max=1.0)  # a probability is not wronger than by its own size
     probability, dprobability = torch.zeros_like(x), torch.zeros_like(x)
     dloss = abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * own_logits.abs()).sum()
     for axis, share in sides:
         own = (x - statistic[axis]).exp().nan_to_num(0.0)  # of a sum that leaves out all
-        mean = (own * dx).sum(axis, keepdim=True)
+        mean, wrong = _of_shares(own, dx, axis, inputs)
         probability += share * own
-        dprobability += abs(share) * own * (dx + mean)
+        dprobability += abs(share) * wrong
         dloss += abs(share) * (mean + v * (statistic[axis].abs() + long_sum)).sum()
     g, uncancelled = probability.clone(), probability.abs()
     g[at_positives] += mathematics.POSITIVE_SHARE
@@ -458,6 +488,17 @@ def _of_softmaxes(
         dprobability += abs(share) * down
         uncancelled += abs(share) * own
     return _Errors(g, probability, dloss, dprobability + v * uncancelled)
+
+
+def _of_shares(shares: Tensor, dx: Tensor, axis: int, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """What a log-sum-exp along `axis`, and the shares of its summands, are wrong by for logits wrong by dx.
+
+    A share is wrong by its own size at most; where features were multiplied by numbers and rounded, by e^dx of it."""
+    grown = dx.clamp(max=1.0)
+    if inputs.query_scale is not None or inputs.key_scale is not None:
+        grown = torch.where(dx > 1, dx.clamp(max=100.0).expm1(), dx)
+    mean = (shares * grown).sum(axis, keepdim=True).minimum(dx.amax(axis, keepdim=True))
+    return mean, (shares * (grown + mean)).clamp(max=2.0)
 
 
 def _by_guide(
@@ -485,12 +526,12 @@ class _OfQueries:
     `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
     r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
     second log-sum-exp `second` and `dsecond` likewise, of those over queries `of_columns` and `dof_columns`, and of
-    keys in a query's sum of these `of_ids`; `operand` is w. An error is what a value changes over the
-    intervals of its arguments, and FUNCTION_ROUNDINGS."""
+    keys in a query's sum of these `of_ids`; `operand` is w, and `rounded` that of queries which are multiplied by
+    numbers. An error is what a value changes over the intervals of its arguments, and FUNCTION_ROUNDINGS."""
 
     def __init__(
         self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
-        traits: Traits, operand: float = 0.0,
+        traits: Traits, operand: float = 0.0, rounded: float = 0.0,
     ) -> None:  # fmt: skip
         self.v, self.smallest = statistics.eps / 2, statistics.smallest_normal
         self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
@@ -498,6 +539,7 @@ class _OfQueries:
         places = torch.arange(len(x), device=x.device)
         y = kept(x, inputs, places, left_out, further_left_out(mathematics, inputs, places, inputs.q, inputs.others))
         self.long_sum = 4 + math.sqrt(x.shape[1]) / 8
+        self.inputs = inputs
         r, dr, self.probability, self.dprobability = self._of_sum(y, dx)
         found, count = at.any(1), None
         if traits.by_guide:
@@ -542,10 +584,12 @@ class _OfQueries:
             of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
             self.slope = mathematics.dlogit_dz(z, scale, bias).abs() * of_logit
             z_sum = (1 + math.sqrt(n.shape[2]) / 4) * torch.einsum("id,ild->il", rows.abs(), n.abs())
-            self.own_dx = (self.slope * self.v * z_sum + self.v * (own.abs() + h.abs()[:, None] + 4)).clamp_(max=1.0)
+            products = torch.einsum("id,ild->il", rows.square(), n.square()).sqrt()
+            own_dx = self.slope * (self.v * z_sum + rounded * products)
+            own_dx += self.v * (own.abs() + h.abs()[:, None] + 4)
             self.own_probability = (own - h[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
-            self.own_mean = (self.own_probability * self.own_dx).sum(1)
-            dh = self.own_mean + self.v * (h.abs().nan_to_num(0.0, posinf=0.0) + 4)
+            mean, self.own_dprobability = _of_shares(self.own_probability, own_dx, 1, inputs)
+            dh = mean[:, 0] + self.v * (h.abs().nan_to_num(0.0, posinf=0.0) + 4)
             numbers.append(h if pairs is None else h[pairs.of_row])
             errors.append(dh if pairs is None else dh[pairs.of_row])
         for state in (inputs.query_state, inputs.key_state):
@@ -602,11 +646,11 @@ class _OfQueries:
         in it; and what each of them is wrong by."""
         r = y.logsumexp(1)
         finite = r.abs().nan_to_num(0.0, posinf=0.0)
-        dx = (dx + self.v * (finite[:, None] + self.long_sum)).clamp_(max=1.0)
+        dx = dx + self.v * (finite[:, None] + self.long_sum)
         probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
-        mean = (probability * dx).sum(1)
-        dprobability = probability * (dx + mean[:, None] + self.v)
-        return r, mean + self.v * (finite + self.long_sum), probability, dprobability
+        mean, dprobability = _of_shares(probability, dx, 1, self.inputs)
+        dr = mean[:, 0] + self.v * (finite + self.long_sum)
+        return r, dr, probability, dprobability + self.v * probability
 
     def _of_ids(self, c: Tensor, dc: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """The log-sum-exp of these of each query's positives `at`, and its error; writes the shares of keys in it."""
@@ -631,11 +675,11 @@ class _OfQueries:
 
 def _of_combined(
     mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor, traits: Traits,
-    operand: float,
+    operand: float, rounded: float,
 ) -> _Errors:  # fmt: skip
     """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
     the intervals of its sum, its positive and its own numbers, and by FUNCTION_ROUNDINGS."""
-    of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, operand)
+    of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, operand, rounded)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
     further = traits.second or traits.crossed  # they have one more weight
@@ -667,13 +711,15 @@ def _of_combined(
     dloss = dterms.sum() + of.v * of.long_sum * terms.abs().sum()
     first = len(of.values) - traits.states
     states = of.values[first:], of.errors[first:]
-    return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), by_z[0], by_z[1], states)
+    numbers = of.errors[len(of.values) - len(traits.vectors) : first] + torch.finfo(torch.float64).eps * terms.abs()
+    return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), by_z[0], by_z[1], states, numbers)
 
 
 def _of_negatives(
     of: "_OfQueries", inputs: Inputs, u: float, reference: LossAndGrads
-) -> tuple[dict[str, Tensor], Tensor]:
-    """What queries' own negatives add to the bound, by result, and to the magnitude of dq.
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """What queries' own negatives add to the bound, by result, and to the magnitude of dq; and the bound of their own
+    gradients.
 
     Their part of dq is rounded to the features' dtype, as is that of the sweep, and then their sum.
     """
@@ -688,7 +734,7 @@ def _of_negatives(
         rows = q[pairs.first]
         slope, dslope = (each[pairs.first] + each[pairs.other] for each in (slope, dslope))
     g = slope[:, None] * of.own_probability
-    dg = g.abs() * (of.own_dx + of.own_mean[:, None] + 4 * of.v) + dslope[:, None] * of.own_probability
+    dg = slope.abs()[:, None] * of.own_dprobability + 4 * of.v * g.abs() + dslope[:, None] * of.own_probability
     dg += slope.abs()[:, None] * of.smallest + 4 * of.v * g.abs()
     z = torch.einsum("id,ild->il", rows, n)
     one = torch.ones_like(scale)
@@ -697,11 +743,12 @@ def _of_negatives(
     long_sum = of.v * min(count, 4 * math.sqrt(count))
     size = torch.einsum("il,ild->id", of.slope * g.abs(), n.abs())
     dq = torch.einsum("il,ild->id", of.slope * dg, n.abs()) + 2 * u * size
+    own = ((of.slope * (dg + of.smallest))[:, :, None] + 2 * u * (of.slope * g.abs())[:, :, None]) * rows.abs()[:, None]
     dscale, dbias = (((dg + long_sum * g.abs()) * each).sum() for each in (by_scale, by_bias))
     if pairs is not None:
         dq, size = (torch.zeros_like(q).index_add(0, pairs.first, each) for each in (dq, size))
     added = {"dq": dq / count + u * reference.dq.abs(), "dscale": dscale / count, "dbias": dbias / count}
-    return added, size / count
+    return added, size / count, own / count
 
 
 def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor) -> _Errors:

@@ -23,6 +23,7 @@ SLICE_ROWS = 2048
 
 
 STATES = "query_state", "key_state"  # which a call replaces
+NUMBERS = "query_weight", "key_weight", "negatives", "query_scale", "key_scale"  # own numbers that have gradients
 
 
 class Inputs(NamedTuple):
@@ -192,6 +193,17 @@ def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     leaves = inputs.leaves(torch.float64, torch.float64)
     loss = module.reference(*leaves, **inputs.given, dtype=torch.float64)
     return _gradients(loss, leaves)
+
+
+def gradients_of_numbers(module: ModuleType, inputs: Inputs) -> dict[str, Tensor]:
+    """The oracle's gradients of own numbers of queries and keys, by keyword, in their shapes and fp64."""
+    numbers = {name: getattr(inputs, name) for name in NUMBERS if getattr(inputs, name) is not None}
+    leaves = {name: x.detach().double().requires_grad_() for name, x in numbers.items()}
+    if not leaves:
+        return {}
+    loss = module.reference(*inputs.leaves(torch.float64, torch.float64), **inputs.given | leaves, dtype=torch.float64)
+    found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:

@@ -21,7 +21,7 @@ from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.runtime.negatives import shape as negatives_shape
 from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.gate import GateRow, gate, gate_states, truth_of
+from infcl_gen.verification.gate import GateRow, gate, gate_numbers, gate_states, truth_of
 from infcl_gen.verification.oracle import Inputs, loss_module, oracle
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
@@ -292,12 +292,16 @@ def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu
     """Judge one case run through a package, by autograd on odd seeds and by `loss_and_grads` on even ones."""
     inputs = inputs_of(module, case, device)
     truth, given = truth_of(module, inputs), inputs.given
-    if case.seed % 2:
-        loss, *gradients = autograd_results(module, inputs, given, upstream=UPSTREAM)
-        results = (loss, *(None if each is None else each / UPSTREAM for each in gradients))
-    else:
+    if not case.seed % 2:
         results = module.loss_and_grads(*inputs[:4], **given)
-    return gate(results, truth) + gate_states(given, truth)
+        return gate(results, truth) + gate_states(given, truth)
+    numbers = {name: getattr(inputs, name).detach().requires_grad_() for name in truth.numbers}
+    loss, *gradients = autograd_results(module, inputs, given := given | numbers, UPSTREAM, numbers.values())
+    gradients = [None if each is None else each / UPSTREAM for each in gradients]
+    of_numbers = dict(zip(numbers, gradients[4:], strict=True))
+    assert loss is not None
+    judged = gate((loss, *gradients[:4]), truth) + gate_states(given, truth)
+    return judged + gate_numbers(loss, of_numbers, truth)
 
 
 def check_package(
@@ -395,9 +399,15 @@ def crowded(module: ModuleType, case: Case, ranks: int) -> Case:
 
 
 def autograd_results(
-    module: ModuleType, inputs: Inputs, given: Any = None, upstream: float = 1.0, **options: Any
+    module: ModuleType,
+    inputs: Inputs,
+    given: Any = None,
+    upstream: float = 1.0,
+    others: Iterable[Tensor] = (),
+    **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss.
+    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd, and the gradients of `others`, some of the
+    keywords' tensors; gradients are those of upstream * loss.
     `given`: the keywords, where it is to leave the next states; those of `inputs` if there are none.
 
     None of a side that the package has as frozen, and of no k.
@@ -407,6 +417,7 @@ def autograd_results(
     sides = [None if x is None else x.detach().requires_grad_(side != frozen) for x, side in passed]
     leaves = [*sides, *inputs.leaves(inputs.q.dtype, torch.promote_types(inputs.q.dtype, torch.float32))[2:]]
     loss = module.contrastive_loss(*leaves, **(given or inputs.given), **options)
+    leaves += others
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     gradients = iter(torch.autograd.grad(upstream * loss, wanted))
     return (loss.detach(), *(next(gradients) if x is not None and x.requires_grad else None for x in leaves))

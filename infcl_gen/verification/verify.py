@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -159,11 +160,15 @@ def run(task: str, folder: Path, place: str, examples: int = 0, processes: int =
         return found
     where = f"{processes} {'nccl' if place == 'cuda' else 'gloo'} ranks" if task == "ring" else place
     rows = []
-    for check in dict.fromkeys(each["check"] for each in found):
+    counts = Counter(each["check"] for each in found)
+    compared = max((count for check, count in counts.items() if check.startswith("numerics d")), default=0)
+    for check in counts:
         of_it = [each for each in found if each["check"] == check]
         bad = [each["failure"] for each in of_it if each["failure"]]
         worst = "" if check in HELD else f"{max(each['ratio'] for each in of_it):.2f}"
         detail = f"{len(of_it)} inputs on {where}, {HELD.get(check) or f'largest error {worst} of what is allowed'}"
+        if check == "numerics loss" and len(of_it) > compared:
+            detail += f"; of {len(of_it) - compared} it is not finite in fp64, or too large, and no gradients compared"
         if bad:
             detail = f"{len(bad)} of {len(of_it)} inputs on {where} fail, such as {bad[0]}"
         rows.append(_row(check, not bad, detail))
