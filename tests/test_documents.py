@@ -1,6 +1,7 @@
 """README and documentation show commands, files, code and outputs that exist, in sentences that can be read."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from infcl_gen.cli import main
+from infcl_gen.inputs.overrides import BLOCK_FIELDS, Overrides
 from infcl_gen.losses import BUILTIN_LOSSES, LossSpec
 from infcl_gen.processes import Worker
 from infcl_gen.verification.verify import verify_package
@@ -75,6 +77,16 @@ def test_commands_exist_with_their_flags(line: str) -> None:
     command = main.commands[name]
     with click.Context(main, obj={}) as parent:
         command.make_context(name, arguments, parent=parent)
+
+
+def test_the_guide_has_every_setting() -> None:
+    page = (ROOT / "docs" / "tiles.md").read_text().partition("## Settings\n")[2]
+    named = set(
+        re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in page.splitlines() if row.startswith("| `")))
+    )
+    assert named == {each.name for each in dataclasses.fields(Overrides)} - {"blocks"}
+    (of_kernels,) = (row for row in page.splitlines() if row.startswith("| `<kernel>"))
+    assert all(f"`{name}`" in of_kernels for name in BLOCK_FIELDS)
 
 
 def test_make_targets_exist() -> None:

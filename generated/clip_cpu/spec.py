@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ad16c7edb1d59e0f89b4e5e30c6d38b6c56fd7f8c32ac90e04f643ae8cad85d6",
+    "digest": "7adf0185d44ddcb1f8fa4cc03ff94b0fcbc798ac534b4f293c75cab49c9422e9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "e0778c19567711dd7cfc1e84c3461397984e00f4c0ccc9369f982efb1bd850d1",
+    "digest": "8d9785468fd3c8936ef2575ff38bf8867ae74b92fd655459eec058f62b18b962",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -384,8 +384,9 @@ def _of_scaled_features(formula: Expr) -> tuple[Expr, tuple[str, ...]]:
         return formula, ()
     factor = math.prod((language.SYMBOLS[name] for name in scaled), start=Integer(1))
     found = formula.xreplace({z: z / factor})
-    refuse((any(map(found.has, SCALES)), f"{scaled[0]} is a factor of similarities alone: write {display(factor * z)} "
-                                         "wherever z stands; query_weight multiplies terms"))  # fmt: skip
+    alone = f"{scaled[0]}, a sample's 1 / temperature, is a factor of similarities alone"
+    how = f"write {display(factor * z)} wherever z stands; query_weight multiplies terms"
+    refuse((any(map(found.has, SCALES)), f"{alone}: {how}"))
     own = "key_scale has no value in logsumexp_over_negatives: multiply the features of keys and negatives"
     refuse((factor.has(language.key_scale) and found.has(language.logsumexp_over_negatives), own))
     return found, scaled
@@ -660,6 +661,11 @@ def _logits(statistics: list[Expr]) -> tuple[Expr, Expr]:
         others = {each.args[0] for each in sums if not isinstance(each, language.logsumexp_over_keys)}
         if of_keys == set(logits) and others <= {logits[0]}:
             multiple = _ratio(logits[1], logits[0])
+    for inner in sorted(set[Expr]().union(*(each.args[0].atoms(*_SUMS) for each in sums)), key=sympy.default_sort_key):
+        raise LossError(
+            f"{display(inner)} stands inside another sum: a logit is of z, and normalised logits, as Sinkhorn's, have "
+            "no kernels"
+        )
     if not multiple:
         listed = "; ".join([*map(display, logits[:2]), *["..."] * (len(logits) > 2)]) or "none"
         how = "one, beside it at most one positive multiple" if logits else "logsumexp_over_keys(x) of a logit x of z"

@@ -60,6 +60,7 @@ from typing import Any, Literal, get_args
 import sympy
 from sympy import Expr, Function, Integer, Rational, Symbol
 from sympy.core.function import ArgumentIndexError
+from sympy.logic.boolalg import BooleanAtom
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import parse_prefixes
@@ -177,9 +178,10 @@ def check_size(expression: Expr) -> None:
         sizes = (_COUNTED, _COUNTED)
     if max(sizes) > LARGEST_FORMULA:
         parts, terms = (f"{'over ' * (size == _COUNTED)}{size}" for size in sizes)
+        of_functions = any(power.base.is_Function for power in sympy.sympify(expression).atoms(sympy.Pow))
         raise LossError(
             f"a formula has at most {LARGEST_FORMULA} parts, and as many terms when its products are multiplied out; "
-            f"this one has {parts} and {terms}"
+            f"this one has {parts} and {terms}" + ": write sigmoid(u)**5 as exp(-5 * softplus(-u))" * of_functions
         )
 
 
@@ -208,7 +210,9 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
         finite = bool(expression.is_real and expression.is_finite)
         if expression != 0 and not (finite and SMALLEST_NUMBER <= abs(expression) <= LARGEST_NUMBER):
             limits = f"{SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
-            raise LossError(f"numbers of the loss language are 0 or {limits} in magnitude, not {expression}")
+            said = f"numbers of the loss language are 0 or {limits} in magnitude, not {expression}"
+            more = ": == compares formulas as they are written; a mask is a product, such as 1 - same_id"
+            raise LossError(said + more * isinstance(expression, BooleanAtom))
     elif expression.is_Pow:
         if abs(expression.exp) not in _EXPONENTS:
             raise LossError(f"powers of the loss language are 1/2 and integers up to 4, not {expression}")

@@ -47,7 +47,11 @@ def reasons_of(
     else:
         area = sizes.panel_rows * sizes.panel_keys
         larger = any(c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates)
-        why = "larger ones are not faster" if larger else "larger ones exceed the budget, the problem or the cap"
+        why = (
+            "of those considered no larger one is faster"
+            if larger
+            else "larger ones exceed the budget, the problem or the cap"
+        )
         why = by_setting if problem.settings.panel_rows or problem.settings.panel_keys else why
         peak = f"peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}"
         why = f"{model.panels('backward', sizes)} panel(s) a hop, {peak}; {why}"
@@ -120,14 +124,14 @@ def _transport_reasons(
     if cluster.profile.target == "cuda":
         hidden += f"; {'copy engines carry' if model.table.copy_engines else 'NCCL carries'} the messages"
     if not model.table.copy_engines and any(c.model.table.copy_engines for c in everything):
-        alike = (c for c in candidates if (c.model.choice, c.sizes) == (model.choice, best.sizes))
-        fit = any(c.model.table.copy_engines for c in alike)
-        hidden += ": copy engines save no more than 0.1 %" if fit else ": mailboxes for copy engines exceed the budget"
+        by_engines = [c.time_s for c in candidates if c.model.table.copy_engines]
+        instead = f"copy engines and their mailboxes {1e3 * min(by_engines, default=0.0):.3g} ms are predicted"
+        hidden += f", for with {instead}" if by_engines else ", for mailboxes of copy engines exceed the budget"
     others = [c.time_s for c in candidates if c.model.choice.transport != way]
     other = {"ring": "gather", "gather": "ring"}[way]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""
     if way == "ring" and others and min(others) < best.time_s:
-        choice += f"that is not {GATHER_GAIN:.1%} less, for more memory; "
+        choice += f"a gather takes more memory, and must be {GATHER_GAIN:.0%} faster than a ring of any budget; "
     if problem.settings.transport:
         choice = "set by --set; "
     elif way == "ring" and not others and nodes == 1 and world <= GATHER_LIMIT:

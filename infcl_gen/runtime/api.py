@@ -449,7 +449,8 @@ def _check_vectors(package: Package, call: Call) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{expected}, not {type(x).__name__}")
         if not _is_dense(name, x):
-            raise ValueError(f"{expected}, not {'nested' if x.is_nested else x.layout} of {x.dtype}")
+            kind = "nested of " if x.is_nested else "" if x.layout == torch.strided else f"{x.layout} of "
+            raise ValueError(f"{expected}, not {kind}{x.dtype}")
         if x.device != q.device:  # a copy from the host would wait for the device
             raise ValueError(f"{expected}, not on {x.device}")
         if name in _STATES and x.requires_grad:

@@ -507,11 +507,11 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     ),
     "a temperature of one term": (
         spec(INFONCE_OF(query_scale * scale * z) + INFONCE_OF(scale * z)),
-        r"query_scale is a factor of similarities alone: write query_scale \* z wherever z stands; query_weight mul",
+        r"query_scale, .*, is a factor of similarities alone: write query_scale \* z wherever z stands; query_w",
     ),
     "a temperature beside a similarity": (
         spec(mean_over_queries(key_scale * (logsumexp_over_keys(X) - positive(X)))),
-        "key_scale is a factor of similarities",
+        "key_scale, .*, is a factor of similarities",
     ),
     "temperatures of one side": (
         spec(INFONCE_OF(query_scale * NT_XENT)),
@@ -795,6 +795,10 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         ),
         "has no keys beside it",
     ),
+    "logits that are normalised": (
+        spec(mean_over_queries(logsumexp_over_keys(X - logsumexp_over_queries(X)) - positive(X)), "diagonal"),
+        r"logsumexp_over_queries\(.*\) stands inside another sum: a logit is of z",
+    ),
     "matryoshka": (
         spec(INFONCE_OF(scale * similarity(first=64)) + INFONCE_OF(scale * similarity(first=128))),
         "exactly one logit",
@@ -868,6 +872,7 @@ OUTSIDE = {
     "infinite": (scale * z + sympy.oo, "numbers of the loss language are .* not oo"),
     "complex": (sympy.I * scale * z, "numbers of the loss language are .* not I"),
     "no number": (sympy.nan * z, "numbers of the loss language are .* not nan"),
+    "a comparison": (sympy.false, "numbers of the loss language are .* not False: == compares formulas"),
     "a slope of nothing": (sympy.Float("1e-50") * z, "numbers of the loss language are .* not 1.0*E-50"),
     "a slope of everything": (sympy.Integer(10) ** 50 * z, "numbers of the loss language"),
 }
