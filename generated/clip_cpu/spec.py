@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7adf0185d44ddcb1f8fa4cc03ff94b0fcbc798ac534b4f293c75cab49c9422e9",
+    "digest": "887983b0b77abf0f2ff04dc961f2dba2dc87f0f28d9dea25f08c8bc4e09f1d7d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

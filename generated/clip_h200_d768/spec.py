@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8d9785468fd3c8936ef2575ff38bf8867ae74b92fd655459eec058f62b18b962",
+    "digest": "119ad52e27c57933156a4f02098b75cf33fd506e46fddf5c7e48b174f7c72ea6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -140,8 +140,9 @@ class Mailboxes:
     """Those of this rank in a process group; `devices`: the GPU of each rank, all of one host."""
 
     def __init__(self, rank: int, devices: Sequence[int], timeout_s: float) -> None:
-        self.devices, self._rank, self._size, self._timeout_s = list(devices), rank, len(devices), timeout_s
-        self._device, size = (device := torch.device("cuda", devices[rank])), len(devices)
+        size, device = len(devices), torch.device("cuda", devices[rank])
+        self.devices, self._rank, self._size, self._device = list(devices), rank, size, device
+        self._timeout_s = timeout_s
         for other in devices:
             if other != device.index and not torch.cuda.can_device_access_peer(device, other):
                 raise RuntimeError(f"cuda:{device.index} cannot reach the memory of cuda:{other}")
