@@ -124,9 +124,9 @@ def _transport_reasons(
     if cluster.profile.target == "cuda":
         hidden += f"; {'copy engines carry' if model.table.copy_engines else 'NCCL carries'} the messages"
     if not model.table.copy_engines and any(c.model.table.copy_engines for c in everything):
-        by_engines = [c.time_s for c in candidates if c.model.table.copy_engines]
+        by_engines = [c.time_s for c in candidates if c.model.table.copy_engines and c.model.choice.transport == way]
         instead = f"copy engines and their mailboxes {1e3 * min(by_engines, default=0.0):.3g} ms are predicted"
-        hidden += f", for with {instead}" if by_engines else ", for mailboxes of copy engines exceed the budget"
+        hidden += f", for with {instead}" if by_engines else f", for a {way} with mailboxes exceeds the budget"
     others = [c.time_s for c in candidates if c.model.choice.transport != way]
     other = {"ring": "gather", "gather": "ring"}[way]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""

@@ -146,7 +146,10 @@ def gate_numbers(loss: Tensor, gradients: Mapping[str, Any], truth: Truth) -> li
     package does not compute."""
     if _is_too_large(loss, truth):
         return []
-    return [_judge_own(f"d{name}", gradients[name], *each) for name, each in truth.numbers.items()]
+    return [  # each weight, and each scale, has its own tolerance
+        _judge_own(f"d{name}", *(x if x is None or x.dim() > 1 else x[:, None] for x in (gradients[name], *each)))
+        for name, each in truth.numbers.items()
+    ]
 
 
 def _judge_own(name: str, found: Any, value: Tensor, bound: Tensor) -> GateRow:
@@ -167,15 +170,16 @@ def _too_large(loss: Tensor, reference: Tensor, bound: Tensor) -> GateRow:
     return GateRow("loss", passed, 0.0, f"loss: {float(loss):.2e}, and {float(reference):.2e} leaves the range")
 
 
-def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
-    """What the gate needs to judge results of `module` for this input; takes a few M x N matrices in fp64."""
+def truth_of(module: ModuleType, inputs: Inputs, with_numbers: bool = False) -> Truth:
+    """What the gate needs to judge results of `module` for this input, and gradients of own numbers `with_numbers`;
+    takes a few M x N matrices in fp64."""
     mathematics, reference = loss_module(module), oracle(module, inputs)
     if all(bool(torch.as_tensor(x).isfinite().all()) for x in inputs if x is not None):
         # Infinities cancelled, of terms beyond 1e308: the loss leaves the range, too.
         reference = reference._replace(loss=reference.loss.masked_fill(reference.loss.isnan(), math.inf))
     if not hasattr(mathematics, "PREFIXES"):
         bound, magnitude, states, numbers = _error_bound(module, inputs, reference, inputs.q.dtype)
-        gradients = gradients_of_numbers(module, inputs)
+        gradients = gradients_of_numbers(module, inputs) if with_numbers else {}
         of_numbers = {name: (gradients[name], numbers[name]) for name in gradients}
         return Truth(reference, plain_torch(module, inputs), bound, magnitude, states, of_numbers)
 
@@ -494,11 +498,14 @@ def _of_shares(shares: Tensor, dx: Tensor, axis: int, inputs: Inputs) -> tuple[T
     """What a log-sum-exp along `axis`, and the shares of its summands, are wrong by for logits wrong by dx.
 
     A share is wrong by its own size at most; where features were multiplied by numbers and rounded, by e^dx of it."""
-    grown = dx.clamp(max=1.0)
-    if inputs.query_scale is not None or inputs.key_scale is not None:
+    rounded, grown = inputs.query_scale is not None or inputs.key_scale is not None, dx.clamp(max=1.0)
+    if rounded:
         grown = torch.where(dx > 1, dx.clamp(max=100.0).expm1(), dx)
     mean = (shares * grown).sum(axis, keepdim=True).minimum(dx.amax(axis, keepdim=True))
-    return mean, (shares * (grown + mean)).clamp(max=2.0)
+    wrong = grown + mean
+    if rounded:
+        wrong = torch.where(dx + mean > 1, (dx + mean).clamp(max=100.0).expm1(), wrong)
+    return mean, (shares * wrong).clamp(max=1.0 if rounded else math.inf)
 
 
 def _by_guide(
@@ -663,10 +670,10 @@ class _OfQueries:
         """The error of p, a statistic of the positives `at`; writes their shares, which are all alike in a mean."""
         if softmax:
             self.positive = torch.where(at, (x - p[:, None]).exp(), 0.0)
-            dx = (dx + self.v * (p.abs()[:, None] + self.long_sum)).clamp(max=1.0)
-            mean = (self.positive * dx).sum(1)
-            self.dpositive = self.positive * (dx + mean[:, None] + self.v)
-            return mean + self.v * (p.abs() + self.long_sum)
+            dx = dx + self.v * (p.abs()[:, None] + self.long_sum)
+            mean, wrong = _of_shares(self.positive, dx, 1, self.inputs)
+            self.dpositive = wrong + self.v * self.positive
+            return mean[:, 0] + self.v * (p.abs() + self.long_sum)
         self.positive = at / at.sum(1, keepdim=True).clamp(min=1)
         self.dpositive = self.v * self.positive
         sums = (self.positive * (dx + self.v * self.long_sum * x.abs())).sum(1)
@@ -736,6 +743,9 @@ def _of_negatives(
     g = slope[:, None] * of.own_probability
     dg = slope.abs()[:, None] * of.own_dprobability + 4 * of.v * g.abs() + dslope[:, None] * of.own_probability
     dg += slope.abs()[:, None] * of.smallest + 4 * of.v * g.abs()
+    # As in the sweep, the slope of a soft-capped logit is accurate to its value at z = 0.
+    at_zero = mathematics.dlogit_dz(q.new_zeros(1, 1), scale, bias) * mathematics.gradient_factor(scale, bias)
+    dg += 4 * of.v * abs(float(at_zero)) / of.slope.clamp(min=1e-30) * g.abs()
     z = torch.einsum("id,ild->il", rows, n)
     one = torch.ones_like(scale)
     by_scale = torch.func.jvp(lambda s: mathematics.logit(z, s, bias), (scale,), (one,))[1].abs()

@@ -196,8 +196,10 @@ def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
 
 
 def gradients_of_numbers(module: ModuleType, inputs: Inputs) -> dict[str, Tensor]:
-    """The oracle's gradients of own numbers of queries and keys, by keyword, in their shapes and fp64."""
-    numbers = {name: getattr(inputs, name) for name in NUMBERS if getattr(inputs, name) is not None}
+    """The oracle's gradients of own numbers of queries and keys, by keyword, in their shapes and fp64. Scales of a
+    frozen side have none."""
+    frozen = f"{module.SPEC['problem'].get('frozen')}_scale"
+    numbers = {name: x for name in NUMBERS if name != frozen and (x := getattr(inputs, name)) is not None}
     leaves = {name: x.detach().double().requires_grad_() for name, x in numbers.items()}
     if not leaves:
         return {}

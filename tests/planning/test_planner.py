@@ -497,13 +497,13 @@ CARRIERS: list[tuple[dict[str, Any], str, bool, str]] = [  # transport, whether 
         {"batch_size": "8k", "devices": 4, "memory_budget": "111MiB"},
         "gather",
         False,
-        "mailboxes of copy engines exceed the budget",
+        "a gather with mailboxes exceeds the budget",
     ),
     (
         {"batch_size": "16k", "devices": 4, "memory_budget": "159MiB"},
         "ring",
         False,
-        "mailboxes of copy engines exceed the budget",
+        "with copy engines and their mailboxes .* ms are predicted",
     ),
     (
         {"batch_size": "32M", "devices": 8, "memory_budget": "64GiB"},

@@ -69,3 +69,8 @@ def test_a_gradient_that_stays_away_is_noticed(packages: Packages, monkeypatch: 
 
     monkeypatch.setattr(module, "contrastive_loss", wrong)
     assert failing(module)[1] == {"dquery_weight"}
+
+
+@pytest.mark.parametrize(("frozen", "left"), [("query", {"dkey_scale"}), ("key", {"dquery_scale"})])
+def test_scales_of_a_frozen_side_have_no_gradient(packages: Packages, frozen: str, left: set[str]) -> None:
+    assert failing(packages("tempered_infonce", frozen=frozen)) == (left, set())

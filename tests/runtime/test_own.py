@@ -165,7 +165,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("weighted", {}, ValueError, f"^weighted needs query_weight: {WEIGHT}$"),
     ("weighted", {"query_weight": 1.0}, TypeError, f"{WEIGHT}, not float$"),
     ("weighted", {"query_weight": W[:5]}, ValueError, rf"{WEIGHT}, not of shape \(5,\)$"),
-    ("weighted", {"query_weight": W.long()}, ValueError, f"{WEIGHT}, not torch.strided of torch.int64$"),
+    ("weighted", {"query_weight": W.long()}, ValueError, f"{WEIGHT}, not torch.int64$"),
     ("weighted", {"query_weight": W.to_sparse()}, ValueError, f"{WEIGHT}, not torch.sparse_coo"),
     ("weighted", {"query_weight": W.to("meta")}, ValueError, f"{WEIGHT}, not on meta$"),
     (

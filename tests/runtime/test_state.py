@@ -270,7 +270,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sogclr", {}, ValueError, f"^sogclr needs query_state: {STATE}$"),
     ("sogclr", {"query_state": 0.0}, TypeError, f"{STATE}, not float$"),
     ("sogclr", {"query_state": U[:5]}, ValueError, rf"{STATE}, not of shape \(5,\)$"),
-    ("sogclr", {"query_state": U.bfloat16()}, ValueError, f"{STATE}, not torch.strided of torch.bfloat16$"),
+    ("sogclr", {"query_state": U.bfloat16()}, ValueError, f"{STATE}, not torch.bfloat16$"),
     (
         "sogclr", {"query_state": U.clone().requires_grad_()}, ValueError,
         r"no gradient, but requires one: pass query_state.detach\(\)",
@@ -279,7 +279,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sogclr", {"query_state": U, "key_state": V}, ValueError, "no state of keys .sogclr_clip has.: key_state must be"),
     (BOTH, {"query_state": U}, ValueError, f"^sogclr_clip needs key_state: {OF_KEYS}$"),
     (BOTH, {"query_state": U, "key_state": V[:5]}, ValueError, rf"{OF_KEYS}, not of shape \(5,\)$"),
-    (BOTH, {"query_state": U, "key_state": V.half()}, ValueError, f"{OF_KEYS}, not torch.strided of torch.float16$"),
+    (BOTH, {"query_state": U, "key_state": V.half()}, ValueError, f"{OF_KEYS}, not torch.float16$"),
     (BOTH, {"query_state": U, "key_state": V.to("meta")}, ValueError, f"{OF_KEYS}, not on meta$"),
     (
         BOTH, {"query_state": U, "key_state": V.clone().requires_grad_()}, ValueError,
