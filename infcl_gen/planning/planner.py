@@ -153,13 +153,15 @@ def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate
     candidates = [c for c in candidates if c.model.choice.wider] or candidates
     if any(c.model.choice.gather for c in candidates):
         # Of any budget, so that more budget never gives a slower plan; of those whose messages go the same way.
-        ring_s = {True: math.inf, False: math.inf}
-        for each in everything:
-            if not each.model.choice.gather:
-                engines = each.model.table.copy_engines
-                ring_s[engines] = min(ring_s[engines], each.time_s)
-        limits_s = {engines: (1 - GATHER_GAIN) * time_s for engines, time_s in ring_s.items()}
-        rest = [c for c in candidates if not c.model.choice.gather or c.time_s <= limits_s[c.model.table.copy_engines]]
+        rings = [c for c in everything if not c.model.choice.gather]
+        ring_s = {
+            engines: min((c.time_s for c in rings if c.model.table.copy_engines == engines), default=math.inf)
+            for engines in (True, False)
+        }
+        rest = [
+            c for c in candidates
+            if not c.model.choice.gather or c.time_s <= (1 - GATHER_GAIN) * ring_s[c.model.table.copy_engines]
+        ]  # fmt: skip
         candidates = rest or candidates  # only gathers may keep the budget, or be allowed by --set
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(

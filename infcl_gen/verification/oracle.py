@@ -195,12 +195,16 @@ def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     return _gradients(loss, leaves)
 
 
-def gradients_of_numbers(module: ModuleType, inputs: Inputs) -> dict[str, Tensor]:
-    """The oracle's gradients of own numbers of queries and keys, by keyword, in their shapes and fp64. Scales of a
-    frozen side have none."""
+def trained_numbers(module: ModuleType, inputs: Inputs) -> list[str]:
+    """The keywords of own numbers of queries and keys that have gradients. Scales of a frozen side have none."""
     frozen = f"{module.SPEC['problem'].get('frozen')}_scale"
-    numbers = {name: x for name in NUMBERS if name != frozen and (x := getattr(inputs, name)) is not None}
-    leaves = {name: x.detach().double().requires_grad_() for name, x in numbers.items()}
+    return [name for name in NUMBERS if name != frozen and getattr(inputs, name) is not None]
+
+
+def gradients_of_numbers(module: ModuleType, inputs: Inputs) -> dict[str, Tensor]:
+    """The oracle's gradients of `trained_numbers`, by keyword, in their shapes and fp64."""
+    names = trained_numbers(module, inputs)
+    leaves = {name: getattr(inputs, name).detach().double().requires_grad_() for name in names}
     if not leaves:
         return {}
     loss = module.reference(*inputs.leaves(torch.float64, torch.float64), **inputs.given | leaves, dtype=torch.float64)

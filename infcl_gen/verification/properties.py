@@ -295,13 +295,20 @@ def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu
     if not case.seed % 2:
         results = module.loss_and_grads(*inputs[:4], **given)
         return gate(results, truth) + gate_states(given, truth)
-    numbers = {name: getattr(inputs, name).detach().requires_grad_() for name in truth.numbers}
-    loss, *gradients = autograd_results(module, inputs, given := given | numbers, UPSTREAM, numbers.values())
-    gradients = [None if each is None else each / UPSTREAM for each in gradients]
-    of_numbers = dict(zip(numbers, gradients[4:], strict=True))
-    assert loss is not None
-    judged = gate((loss, *gradients[:4]), truth) + gate_states(given, truth)
-    return judged + gate_numbers(loss, of_numbers, truth)
+    (loss, *gradients), of_numbers = with_numbers(module, inputs, given, list(truth.numbers), UPSTREAM)
+    results = (loss, *(None if each is None else each / UPSTREAM for each in gradients))
+    of_numbers = {name: each / UPSTREAM for name, each in of_numbers.items()}
+    return gate(results, truth) + gate_states(given, truth) + gate_numbers(loss, of_numbers, truth)
+
+
+def with_numbers(
+    module: ModuleType, inputs: Inputs, given: dict[str, Any], names: Sequence[str], upstream: float = 1.0
+) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """`autograd_results`, and the gradients of the own numbers of these names. `given`: as there."""
+    numbers = {name: given[name].detach().requires_grad_() for name in names}
+    results = autograd_results(module, inputs, given | numbers, upstream, numbers.values())
+    found = [each for each in results[5:] if each is not None]
+    return results[:5], dict(zip(numbers, found, strict=True))
 
 
 def check_package(

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.gate import GateRow, failures, gate, gate_states, truth_by_slices, truth_of
+from infcl_gen.verification.gate import GateRow, failures, gate, gate_numbers, gate_states, truth_by_slices, truth_of
 from infcl_gen.verification.memory import PeakMeter
-from infcl_gen.verification.oracle import SLICE_ROWS, LossAndGrads
+from infcl_gen.verification.oracle import SLICE_ROWS, LossAndGrads, trained_numbers
 from infcl_gen.verification.properties import (
     ROWS,
     SIZES,
@@ -32,6 +32,7 @@ from infcl_gen.verification.properties import (
     random_cases,
     small_panels,
     unrepeated,
+    with_numbers,
 )
 
 # Beyond these no numbers of the planned size are compared: FLOPs in fp64, where the functions of a pair count as the
@@ -101,18 +102,23 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
         whole = inputs._replace(labels=inputs.positives() if labelled else None)
         part = whole.of_rank(q_cuts[rank], k_cuts[rank])
+        given, gradients, names = part.given, dict[str, Any](), trained_numbers(module, inputs)
         with small_panels(module) if small else contextlib.nullcontext():
-            result = module.loss_and_grads(*part[:4], **(given := part.given))
+            if case.seed % 2 and names:
+                result, gradients = with_numbers(module, part, given, names)
+            else:
+                result = module.loss_and_grads(*part[:4], **given)
         parts: list[Any] = [None] * ranks
         states = {name: given[name] for name in traits.vectors[traits.weighed :]}
-        own = [None if tensor is None else tensor.cpu() for tensor in (*result, *states.values())]
+        own = [None if tensor is None else tensor.cpu() for tensor in (*result, *states.values(), *gradients.values())]
         dist.all_gather_object(parts, own)
         if rank == 0:
             rows, first = [cut.stop - cut.start for cut in q_cuts], len(LossAndGrads._fields)
-            left = map(torch.cat, zip(*(each[first:] for each in parts), strict=True))
-            truth = truth_of(module, inputs)
-            judged = gate(averaged([each[:first] for each in parts]), truth)
-            judged += gate_states(dict(zip(states, left, strict=True)), truth)
+            joined = list(map(torch.cat, zip(*(each[first:] for each in parts), strict=True)))
+            truth, result = truth_of(module, inputs, bool(gradients)), averaged([each[:first] for each in parts])
+            judged = gate(result, truth) + gate_states(dict(zip(states, joined, strict=False)), truth)
+            of_numbers = (x / ranks for x in joined[len(states) :])  # the mean over ranks, as that of features
+            judged += gate_numbers(result.loss, dict(zip(gradients, of_numbers, strict=True)), truth)
             found.append(_finding(f"ring of {ranks}", f"{case}, rows {rows}", judged))
     return found
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from infcl_gen.verification.oracle import NUMBERS
 from infcl_gen.verification.properties import check_case, random_cases
+from infcl_gen.verification.verify import run
 
 from .pool import Packages
 
@@ -74,3 +78,23 @@ def test_a_gradient_that_stays_away_is_noticed(packages: Packages, monkeypatch: 
 @pytest.mark.parametrize(("frozen", "left"), [("query", {"dkey_scale"}), ("key", {"dquery_scale"})])
 def test_scales_of_a_frozen_side_have_no_gradient(packages: Packages, frozen: str, left: set[str]) -> None:
     assert failing(packages("tempered_infonce", frozen=frozen)) == (left, set())
+
+
+FolderOf = Callable[[ModuleType], Path]
+
+
+@pytest.mark.parametrize("loss", ["tempered_hard", "weighed_sides_ids"])
+def test_true_gradients_pass_over_ranks(packages: Packages, folder_of: FolderOf, loss: str) -> None:
+    (row,) = run("ring", folder_of(packages(loss)), "cpu", 8, 2)
+    assert row["passed"], row["detail"]
+
+
+def test_a_wrong_gradient_is_noticed_over_ranks(packages: Packages, folder_of: FolderOf, tmp_path: Path) -> None:
+    """Planted: a scale's gradient that is 2 % too large."""
+    folder = shutil.copytree(folder_of(packages("tempered_infonce")), tmp_path / "planted")
+    file = folder / "_runtime" / "scaled.py"
+    right = "return of_x, row_dots(x, upstream, numbers.dtype) if"
+    assert file.read_text().count(right) == 1
+    file.write_text(file.read_text().replace(right, right.replace("row_dots", "1.02 * row_dots")))
+    (row,) = run("ring", folder, "cpu", 8, 2, edited=True)
+    assert not row["passed"] and "dquery_scale" in row["detail"]
