@@ -1,6 +1,5 @@
 """forward_hopper, gradient_hopper of losses over prefixes: what `forward` and `gradient` compute, for Hopper GPUs."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ class Walk(NamedTuple):
     end: int
     start: int
     stop: int
-    ending: int | None = None  # the slab that ends behind them
 
 
 def here(choice: Choice) -> bool:
@@ -71,7 +69,7 @@ def walks_of(choice: Choice) -> list[list[Walk]]:
         walks = [Walk(first - 1, first, UNIT, DEPTH)] * (slab.start % DEPTH > 0)
         walks += [Walk(first, end, 0, DEPTH)] * (first < end)
         walks += [Walk(end, end + 1, 0, UNIT)] * (stop % DEPTH > 0)
-        found.append([*walks[:-1], walks[-1]._replace(ending=slab.number)])
+        found.append(walks)
     return found
 
 
@@ -85,25 +83,12 @@ def code_by_prefix(numbers: list[Any], in_a_term: bool = False) -> str:
 
 
 def values(choice: Choice) -> dict[str, Any]:
-    """Names of the template: constants; how slabs lie in stages; and the parts of stages in which slabs end."""
+    """Names of the template: constants; how slabs lie in stages; and what becomes of g of each half of a tile."""
     walks = walks_of(choice)
-    last = [of_slab[-1].end - 1 for of_slab in walks]
-    ends = [
-        {
-            "condition": f"{'elif' if number else 'if'} step == {stage}",
-            "walks": [
-                walk if walk.end == stage + 1 else walk._replace(ending=None)
-                for walk in itertools.chain.from_iterable(walks)
-                if walk.first <= stage < walk.end
-            ],
-        }
-        for number, stage in enumerate(dict.fromkeys(last))
-    ]
     return {
         "stage_depth": DEPTH, "stages": choice.hopper_stages, "gradient_stages": gradient_stages(choice),
-        "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks, "ends": ends,
-        "first_half": {"name": "first", "tile": 0},
-        "last_half": {"name": "last", "tile": 1},
+        "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks,
+        "halves": [_half(choice, number) for number in range(2)],
         "key_out": "key_out, " * choice.both_axes,
         "of_keys": "of keys, and " * choice.both_axes,
         **_of_prefixes(walks),
@@ -111,6 +96,26 @@ def values(choice: Choice) -> dict[str, Any]:
         **_of_cosines(choice),
         **_of_positives(choice.labels),
     }  # fmt: skip
+
+
+def _half(choice: Choice, number: int) -> dict[str, Any]:
+    """The first or the last half of a tile: g of shorter prefixes, kept as pairs; and how sums leave, longest first.
+
+    They leave from two tiles of each group in turn, so that one is written while the other is read.
+    """
+    name, plus = ("first", "last")[number], ("", " + 1")
+    slabs = [
+        {
+            "number": slab.number,
+            "pairs": f"{name}_{slab.stop}",
+            "condition": f"{'elif' if slab.number else 'if'} prefix == {slab.number}",
+            "tile": f"2 * group{plus[sent % 2]}",
+        }
+        for sent, slab in enumerate(choice.slabs[::-1], number * len(choice.slabs))
+    ]
+    ratios = f", ratios.index(2 * prefix{plus[number]})" * choice.one_exponential
+    own = {"name": name, "tile": number, "and_ratios": ratios, "first_key": ("key0", "key0 + 64")[number]}
+    return own | {"longest_first": slabs, "shorter": slabs[:0:-1]}
 
 
 def _of_prefixes(walks: list[list[Walk]]) -> dict[str, str]:
@@ -139,8 +144,6 @@ def _of_axes(both: bool) -> dict[str, str]:
             "Of each prefix g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential.",
         ),
         "g_of_prefix": ("hopper_g_of_queries", "hopper_g_of_both"),
-        "g_of_half": ("hopper_g_by_row", "hopper_g"),
-        "shares_of_rows": ("hopper_shares_by_row", "hopper_shares"),
         "next_shares": ("hopper_next_shares_by_row", "hopper_next_shares"),
         "cosines_of_tile": ("hopper_cosines_of_queries", "hopper_cosines_of_both"),
         "about_shares": ("a: times the factor of its row", "a, ratios: times the factors of their side"),
@@ -173,6 +176,8 @@ def _of_cosines(choice: Choice) -> dict[str, str]:
         "last_keys": ("columns + 64, queries, keys", "columns, queries, keys - key0 - 64"),
         "and_masked": ("", ", MASKED"),
         "times_factors": ("", " * column_factors.index(row).load(LINE)"),
+        "and_factors": ("", " and factors"),
+        "with_factors": ("", ", factors"),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
         "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),
