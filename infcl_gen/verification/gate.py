@@ -628,6 +628,9 @@ class _OfQueries:
         self.values = at_ends(*given([0] * len(numbers)))
         near = torch.stack([at_ends(*given(signs, pooled)) for signs in ends for pooled in of_all])
         self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
+        self.further = traits.second or traits.crossed  # they have one more weight
+        slopes = self.values[[1, 2, 6] if self.further else [1, 2]].abs().sum(0)
+        self.cancels = torch.finfo(torch.float64).eps * slopes  # in the oracle, where autograd adds terms
         if traits.states:  # an exponential of what a next state is taken from has its roundings, also in the oracle
             following = self.values[-traits.states :].abs().nan_to_num(0.0, posinf=0.0).amax(0)
             self.errors += FUNCTION_ROUNDINGS * torch.finfo(torch.float64).eps * following * self.values.abs()
@@ -689,24 +692,20 @@ def _of_combined(
     of = _OfQueries(mathematics, x, dx, dz, inputs, statistics, traits, operand, rounded)
     terms, weight, slope, through_z, *_ = of.values
     dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
-    further = traits.second or traits.crossed  # they have one more weight
-    second, dsecond = (each[6] if further else torch.zeros_like(weight) for each in (of.values, of.errors))
-    cancels = torch.finfo(torch.float64).eps * (
-        weight.abs() + second.abs() + slope.abs()
-    )  # in the oracle, where autograd adds terms
-    dweight, dslope = dweight + cancels, dslope + cancels
+    second, dsecond = (each[6] if of.further else torch.zeros_like(weight) for each in (of.values, of.errors))
+    dweight, dslope = dweight + of.cancels, dslope + of.cancels
     smooth = weight[:, None] * of.probability
     dg = weight.abs()[:, None] * of.dprobability + dweight[:, None] * of.probability
     dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
     if traits.second:
         smooth = smooth + second[:, None] * of.second
         dg += second.abs()[:, None] * (of.dsecond + statistics.smallest_normal)
-        dg += (dsecond + cancels)[:, None] * of.second
+        dg += (dsecond + of.cancels)[:, None] * of.second
     if traits.crossed:  # by key, whose share in a sum is as wrong as that of the pair in the key's
         of_key, size = second @ of.of_ids, second.abs() @ of.of_ids
         smooth = smooth + of_key * of.of_columns
         dg += size * (of.dof_columns + statistics.smallest_normal)
-        dg += ((dsecond + cancels) @ of.of_ids + of.v * size) * of.of_columns
+        dg += ((dsecond + of.cancels) @ of.of_ids + of.v * size) * of.of_columns
     g = smooth + slope[:, None] * of.positive
     if traits.by_guide:  # all pairs round alike
         smooth = g
@@ -735,7 +734,7 @@ def _of_negatives(
     assert inputs.negatives is not None
     n, pairs = inputs.negatives.to(q.dtype), inputs.pairs()
     place = -1 - sum(each is not None for each in (inputs.query_state, inputs.key_state))  # states are the last ones
-    slope, dslope = of.values[place], of.errors[place]
+    slope, dslope = of.values[place], of.errors[place] + of.cancels
     rows = q
     if pairs is not None:  # both rows have the sum of the pair
         rows = q[pairs.first]

@@ -318,7 +318,7 @@ def abandoned(package: str, ranks: tuple[int, ...], absent: int) -> float:
     """Messages among ranks of which `absent` sends none."""
     groups, mailboxes = (importlib.import_module(f"{package}._runtime.{name}") for name in ("group", "mailboxes"))
     group = groups.find_group(group_of(ranks).group_name)
-    group.connect(_device)
+    group.connect(ranks)
     if group.rank == absent:
         return 0.0
     sent, found = torch.ones(1 << 20, device=_device), torch.zeros(1 << 20, device=_device)
