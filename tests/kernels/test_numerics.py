@@ -256,6 +256,13 @@ def test_gradients_of_queries_own_numbers(interpreted: Interpreter, strategy: st
     interpreted(checks.own_numbers, Made(strategy, "hard"))
 
 
+def test_negatives_whose_share_is_lost_in_a_difference_from_1(interpreted: Interpreter) -> None:
+    """That of a pair whose other sums are 2^53 times as large: the fp64 oracle has it to a rounding of 1."""
+    made = Made("panel", "three_block_hard", dim=64)
+    for seed in (1, 7):
+        interpreted(checks.numerics, made, Case(30, 1, 0, scale=1000.0, seed=seed))
+
+
 @pytest.mark.parametrize(
     ("strategy", "loss"), [("panel", "sogclr"), ("rows", "rate"), ("panel", "sogclr_clip"), ("panel", "rates_of_sides")]
 )
