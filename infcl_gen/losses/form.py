@@ -830,6 +830,8 @@ def _no_mask(mask: Expr, triangle: bool, by_side: bool, compared: _Comparison | 
     if triangle:
         each = f" * (1 - {one})" * (compared is not None) + " * (1 - is_first * same_side)" * by_side
         return f"this where= has no kernel yet: write (1 - is_self) * (1 - is_positive){each}, say"
+    if mask == same_id:
+        return 'the mask where=same_id is of pairs of one id, which are positives: write positives="id"'
     written = mask if compared is None else mask.xreplace({_IS_ABOVE: compared.written})
     return (
         f"the mask where={display(written, shown)} has no kernel yet: write 1 - is_positive, "

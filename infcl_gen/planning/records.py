@@ -258,5 +258,6 @@ def _difference(key: Key, others: Sequence[Key]) -> str:
     here = vars(key)
     differing = [[name for name in here if here[name] != getattr(other, name)] for other in others]
     names, nearest = min(zip(differing, others, strict=True), key=lambda pair: len(pair[0]))
-    fields = ", ".join(f"{name} is {here[name]!r}, there {getattr(nearest, name)!r}" for name in names)
+    told = [f"{name} is {here[name]!r}, there {getattr(nearest, name)!r}" for name in names if name != "loss_digest"]
+    fields = ", ".join(told) or f"the loss {key.loss!r} has another formula"
     return f"no record on {key.board} fits; in the nearest: {fields}"

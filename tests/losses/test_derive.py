@@ -944,6 +944,10 @@ OFFERED = {  # refused, and what the message says to write instead
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_self) - positive(X)), "write it beside similarity",
         mean_over_queries(logsumexp_over_keys(NT_XENT, where=1 - is_self) - positive(NT_XENT)),
     ),
+    "pairs of one id": (
+        mean_over_queries(logsumexp_over_keys(X, same_id) - positive(X)), r'write positives="id"$',
+        mean_over_queries(logsumexp_over_keys(X, 1 - same_id * (1 - is_positive)) - positive(X)),
+    ),
     "another mask": (
         mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X)),
         r"write 1 - is_positive, 1 - same_id \* \(1 - is_positive\), or the product of both",

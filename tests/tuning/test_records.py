@@ -122,7 +122,7 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
     store(record_of(h200(**single)), folder)
     for precision in ("tf32", "exact"):
         assert f"precision is {precision!r}, there 'default'" in reason(h200(**single, precision=precision))
-    assert "loss is 'infonce'" in reason(h200(loss="infonce"))
+    assert reason(h200(loss="infonce")).endswith("in the nearest: loss is 'infonce', there 'clip'")
     assert reason(h200(device_profile="a100")) == "no problem has been tuned on a100"
     assert "sets gradient.warps itself" in reason(h200(set={"gradient.warps": 8}))
     assert "--set records=off" in reason(h200(set={"strategy": "panel", "records": "off"}))
