@@ -336,7 +336,7 @@ def test_interpreted_bf16_has_the_bounds_of_a_gpu(monkeypatch: pytest.MonkeyPatc
     package = infcl_gen.load(loss="infonce_out", batch_size=64, dim=3, dtype="bf16", target="cpu")
     inputs = inputs_of(package, Case(64, 64, 3, "bf16", 14.3))
     on_a_gpu = truth_of(package, inputs).bound
-    monkeypatch.setattr(verification.gate, "INTERPRETED", True)
+    monkeypatch.setattr(verification.bounds, "INTERPRETED", True)
     assert all(map(torch.equal, truth_of(package, inputs).bound, on_a_gpu))
 
 
