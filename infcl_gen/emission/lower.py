@@ -11,7 +11,8 @@ import re
 import shlex
 from typing import Any
 
-from infcl_gen.emission.kernel_context import OF_STATE, gradient_exponent, kernels_context
+from infcl_gen.emission.combined_context import OF_STATE
+from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
 from infcl_gen.emission.render import ABSENT, File, wrapped

@@ -1,0 +1,153 @@
+"""What templates of kernels read of sums over pairs: terms, slopes, and the functions that these call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+from sympy import Expr
+
+from infcl_gen.emission.class_context import IDS_OF_ROWS
+from infcl_gen.emission.render import ABSENT
+from infcl_gen.kernels import pairs
+from infcl_gen.losses import Derivation
+from infcl_gen.losses.printers import Printer, pair_code, pair_code_of_small_y, pair_code_of_y, x
+from infcl_gen.planning.planner import Plan
+
+_ROWS_OF_POSITIVES = (
+    "VECTOR_ROWS = tl.constexpr(32)  # rows, and columns of the embedding, of a program that walks positives"
+)
+_LOG2E = "LOG2E = tl.constexpr(1.4426950408889634)"
+_INTERPRETED = "INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without libdevice"
+_OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
+_ABOUT_POWERS = "Functions are evaluated from 2^-|x log2(e)|, which cannot overflow."
+_ABOUT_POWERS_OF_SMALL = """\
+An unmasked strip is computed from 2^{0}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
+product of 1 + 2^{0}y over up to 32 pairs of a row is not below 2^126."""
+_OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
+_LIBDEVICE = "from triton.language.extra import libdevice"
+_QUOTIENT = """if INTERPRETED:
+        quotient = dividend / divisor
+    else:  # good to 2 roundings, in 2 instructions; `/` takes 4
+        quotient = libdevice.fast_dividef(dividend, divisor)
+    return quotient"""
+_CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
+_IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
+
+
+def pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
+    """What the templates of a sum over pairs read. Terms and slopes are printed as tensors like `x`.
+
+    Sweeps of a sum of softplus take y = x log2(e).
+    """
+    term, slope = derivation.form.pair_term, derivation.pair_slope
+    assert term is not None and slope is not None
+
+    def of_tile(expression: Expr, factor: float = 1.0, of: str = "x", printed: Printer = pair_code) -> str:
+        code = printed(expression, {"x": of})
+        code = code if factor == 1 else f"{factor} * ({code})"
+        return f"{code} + 0.0 * {of}" if expression.is_number else code
+
+    weight, _ = term.other.as_coeff_Mul()
+    sign = derivation.softplus_sign
+    traits = plan.traits
+    placed, ids, whole = traits.placed, traits.ids, traits.softplus
+    minus = "-" if sign < 0 else ""
+    logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
+    pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
+    other = "a key of another id" if ids else "a key that is not its positive"
+    same = "a key of its id" + ", but no positive" * placed
+    own = """ A positive's own term takes the place of what
+it would be as another key: the difference of two sums would lose it."""
+    times_unit = "" if unit == 1 else ", times the unit of g"
+    slopes_of = of_tile(slope.other, unit, logit, of_logit)
+    small_slopes_of = of_tile(slope.other, unit, "y", pair_code_of_small_y)
+    of_classes = [
+        ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
+        ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
+        ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", slopes_of, True),
+        ("small_slopes_of", f"The same of {minus}y below 126.", small_slopes_of, traits.small_first),
+        (
+            "positive_slopes_of",
+            f"h'(x) of a query and its positive{times_unit}.",
+            of_tile(slope.positive, unit),
+            placed,
+        ),
+        ("same_id_terms_of", f"h(x) of a query and {same}.", of_tile(term.same_id), ids and not whole),
+        (
+            "same_id_slopes_of",
+            f"h'(x) of a query and {same}{times_unit}.",
+            of_tile(slope.same_id, unit),
+            ids and not whole,
+        ),
+    ]
+    functions = functions_called((value for *_, value, used in of_classes if used), ["log_one_plus"] * whole)
+    constants = [_LOG2E] * (whole or bool({"sigmoid", "softplus"} & set(functions)))
+    constants += [_INTERPRETED] * ("sigmoid2" in functions) + [_OF_SOFTPLUS.format(-1e30 * sign)] * whole
+    constants += [_OF_SMALL] * traits.small_first
+    softplus_terms = "terms_by_size" if traits.small_first else "softplus_terms"
+    # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
+    at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
+    slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
+    by_class = {
+        "ids_of_tile": (IDS_OF_ROWS, True),
+        "logit_of_same_id": (f"y = tl.where(same_id, {at}, y)", whole),
+        "terms_of_same_id": ("terms = tl.where(same_id, same_id_terms_of(x), terms)", not whole),
+        "slopes_of_same_id": (f"value = tl.where(same_id, {slopes}, value)", bool(slopes)),
+    }
+    return {
+        "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
+        "about_positives": own * placed,
+        "about_powers": _ABOUT_POWERS_OF_SMALL.format(minus) if traits.small_first else _ABOUT_POWERS,
+        "positives_or": "positives or " * placed,
+        "within": "tl.arange(0, PART) < keys - key0 - first",
+        "functions_of_pairs": [
+            {
+                "name": name,
+                "of": logit if name in ("slopes_of", "small_slopes_of") else "x",
+                "what": what,
+                "value": value,
+            }
+            for name, what, value, used in of_classes
+            if used
+        ],
+        "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
+        "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
+        "functions": functions,
+        "quotient": _QUOTIENT,
+        "library_of_functions": _LIBDEVICE if "sigmoid2" in functions else ABSENT,
+        "constants_of_functions": "\n".join(constants) or ABSENT,
+        "in_base_2": _IN_BASE_2 if whole else ABSENT,
+        "logit": logit,
+        **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
+        "of_softplus": whole,
+        "small_first": traits.small_first,
+        "softplus_sign": minus,
+        "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
+        "pairs_that_count": "counted_logits" if whole else "counted_pairs",
+        "terms_of_part": softplus_terms if whole else "terms_of_classes",
+        "slopes_of_y": "slopes_of(y)" + " if LARGE else small_slopes_of(y)" * traits.small_first,
+        "slopes_of_part": "softplus_slopes" if whole else "slopes_of_classes",
+        "sweeps": [
+            each
+            | {
+                "follows": f" Those of positives are left out: `{each['positives']}` follows." * placed,
+                "grown": whole and each["terms"],
+                "summed": not each["of_rows"],
+                "times_factor": "value *= factor[:, None]" if each["weighed"] else ABSENT,
+                "times_factors": " * tl.load(factors + rows, mask=here, other=0.0)" * each["weighed"],
+            }
+            for each in pairs.sweeps(plan)
+        ],
+    }
+
+
+def functions_called(codes: Iterable[str], others: Sequence[str] = ()) -> tuple[str, ...]:
+    """The functions of pieces/functions.py.jinja that codes call, the others, and what these call."""
+    name = r"(?<![.\w])((?:small_)?sigmoid2?|softplus)\("
+    called = {*others, *(found for code in codes for found in re.findall(name, code))}
+    called |= {_CALLED_BY[name] for name in called & _CALLED_BY.keys()}
+    return tuple(sorted(called))
