@@ -101,7 +101,7 @@ def values(choice: Choice) -> dict[str, Any]:
 def _half(choice: Choice, number: int) -> dict[str, Any]:
     """The first or the last half of a tile: g of shorter prefixes, kept as pairs; and how sums leave, longest first.
 
-    They leave from two tiles of each group in turn, so that one is written while the other is read.
+    They leave from two places of each group in turn, so that one is written while the other is read.
     """
     name, plus = ("first", "last")[number], ("", " + 1")
     slabs = [
@@ -109,12 +109,12 @@ def _half(choice: Choice, number: int) -> dict[str, Any]:
             "number": slab.number,
             "pairs": f"{name}_{slab.stop}",
             "condition": f"{'elif' if slab.number else 'if'} prefix == {slab.number}",
-            "tile": f"2 * group{plus[sent % 2]}",
+            "place": f"2 * group{plus[sent % 2]}",
         }
         for sent, slab in enumerate(choice.slabs[::-1], number * len(choice.slabs))
     ]
     ratios = f", ratios.index(2 * prefix{plus[number]})" * choice.one_exponential
-    own = {"name": name, "tile": number, "and_ratios": ratios, "first_key": ("key0", "key0 + 64")[number]}
+    own = {"name": name, "number": number, "and_its_ratios": ratios, "first_key": ("key0", "key0 + 64")[number]}
     return own | {"longest_first": slabs, "shorter": slabs[:0:-1]}
 
 

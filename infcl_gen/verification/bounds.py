@@ -339,7 +339,8 @@ class _OfQueries:
     r, `probability`, and those of positives in p, `positive`, which are wrong by `dprobability` and `dpositive`; of a
     second log-sum-exp `second` and `dsecond` likewise, of those over queries `of_columns` and `dof_columns`, and of
     keys in a query's sum of these `of_ids`; `operand` is w, and `rounded` that of queries which are multiplied by
-    numbers. An error is what a value changes over the intervals of its arguments, and FUNCTION_ROUNDINGS."""
+    numbers. An error is what a value changes over the intervals of its arguments, and FUNCTION_ROUNDINGS. `further`:
+    there is one more weight; `cancels` (M,): what the oracle loses where it adds slopes."""
 
     def __init__(
         self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo,
@@ -433,9 +434,9 @@ class _OfQueries:
         self.values = at_ends(*given([0] * len(numbers)))
         near = torch.stack([at_ends(*given(signs, pooled)) for signs in ends for pooled in of_all])
         self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
-        self.further = traits.second or traits.crossed  # they have one more weight
+        self.further = traits.second or traits.crossed
         slopes = self.values[[1, 2, 6] if self.further else [1, 2]].abs().sum(0)
-        self.cancels = torch.finfo(torch.float64).eps * slopes  # in the oracle, where autograd adds terms
+        self.cancels = torch.finfo(torch.float64).eps * slopes
         if traits.states:  # an exponential of what a next state is taken from has its roundings, also in the oracle
             following = self.values[-traits.states :].abs().nan_to_num(0.0, posinf=0.0).amax(0)
             self.errors += FUNCTION_ROUNDINGS * torch.finfo(torch.float64).eps * following * self.values.abs()
@@ -557,7 +558,7 @@ def _of_negatives(
     long_sum = of.v * min(count, 4 * math.sqrt(count))
     size = torch.einsum("il,ild->id", of.slope * g.abs(), n.abs())
     dq = torch.einsum("il,ild->id", of.slope * dg, n.abs()) + 2 * u * size
-    own = ((of.slope * (dg + of.smallest))[:, :, None] + 2 * u * (of.slope * g.abs())[:, :, None]) * rows.abs()[:, None]
+    own = (of.slope * (dg + of.smallest))[:, :, None] * rows.abs()[:, None]
     dscale, dbias = (((dg + long_sum * g.abs()) * each).sum() for each in (by_scale, by_bias))
     if pairs is not None:
         dq, size = (torch.zeros_like(q).index_add(0, pairs.first, each) for each in (dq, size))

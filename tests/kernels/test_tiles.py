@@ -331,16 +331,15 @@ def test_slabs_in_stages() -> None:
         assert columns == [list(range(a, b)) for a, b in itertools.pairwise((0, *stops))]
 
 
-def test_sums_of_g_leave_from_two_tiles_in_turn() -> None:
-    """Each waits for all copies but the last, so the next tile is never that of the last; nor is a tile's first that of
-    the tile's before."""
+def test_sums_of_g_leave_from_two_places_in_turn() -> None:
+    """Each waits for all copies but the last, so its place is not that of the last, also from one tile to the next."""
     for prefixes in ((96, 192, 384, 768), (32, 64, 200), (32, 200)):
         slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
         made_for = dataclasses.replace(special("panel", prefixes[-1]), traits=Traits(slabs=slabs))
         halves = hopper_slabs.values(dataclasses.replace(made_for, hopper_stages=hopper_slabs.STAGES))["halves"]
         sent = [slab for half in halves for slab in half["longest_first"]]
         assert [slab["number"] for slab in sent] == 2 * list(range(len(slabs)))[::-1]
-        assert all(a["tile"] != b["tile"] for a, b in itertools.pairwise([*sent, sent[0]]))
+        assert all(a["place"] != b["place"] for a, b in itertools.pairwise([*sent, sent[0]]))
 
 
 def test_loops_over_prefixes_walk_the_same_stages() -> None:

@@ -46,10 +46,15 @@ def test_true_gradients_pass(packages: Packages, loss: str, dtype: str) -> None:
     assert not failed and compared >= {f"d{name}" for name in LOSSES[loss]}
 
 
-@pytest.mark.parametrize(("loss", "name"), [(loss, name) for loss, names in LOSSES.items() for name in sorted(names)])
-def test_a_wrong_gradient_is_noticed(packages: Packages, monkeypatch: pytest.MonkeyPatch, loss: str, name: str) -> None:
+PLANTED = [(loss, name, "fp32") for loss, names in LOSSES.items() for name in sorted(names)]
+
+
+@pytest.mark.parametrize(("loss", "name", "dtype"), [*PLANTED, ("hard", "negatives", "bf16")])
+def test_a_wrong_gradient_is_noticed(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, loss: str, name: str, dtype: str
+) -> None:
     """Planted: one that is 2 % too large, while the value stays."""
-    module = packages(loss)
+    module = packages(loss, dtype)
     whole = module.contrastive_loss
 
     def wrong(*arguments: Any, **given: Any) -> torch.Tensor:
