@@ -14,6 +14,7 @@ from infcl_gen.emission.package import content_digest, manifest_text, read_packa
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import doctor
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.losses.language import LossSpec, log, logsumexp_over_keys, mean_over_queries, positive, scale, z
 from infcl_gen.verification import verify
 from infcl_gen.verification.aot import Kernels
 from infcl_gen.verification.verify import verify_package
@@ -116,6 +117,15 @@ def test_the_numbers_of_edited_code_are_judged(copy: Path) -> None:
         files, *rest = verify_package(copy, examples=4, edited=True)
         assert not files["passed"] and all(row["edited"] for row in rest)
         assert {row["check"]: row["passed"] for row in rest}["numerics dk"] == passed, rest
+
+
+def test_a_loss_that_is_seldom_finite_fails(tmp_path: Path) -> None:
+    """Planted: the logarithm of a similarity, which half of all have none of; 14 inputs were judged good."""
+    x = scale * z
+    spec = LossSpec("of_logarithms", mean_over_queries(logsumexp_over_keys(x) - log(positive(z))), positives="label")
+    package = infcl_gen.generate(loss=spec, batch_size=64, dim=16, dtype="fp32", target="cpu", output=tmp_path / "loss")
+    row = next(row for row in verify_package(package) if row["check"] == "numerics loss")
+    assert not row["passed"] and row["detail"].endswith("or too large: its formula leaves the range"), row
 
 
 def test_an_input_has_tiles_that_are_computed_again(tmp_path: Path) -> None:
