@@ -822,6 +822,11 @@ def _no_mask(mask: Expr, triangle: bool, by_side: bool, compared: _Comparison | 
     """Why a mask has no kernel."""
     shown = {language.guide.name: "guide"}
     one = "same_id" if compared is None else display(compared.written, shown)
+    if triangle and mask.has(same_id):
+        return (
+            "same_id has no kernel yet beside similarity('query', 'query'): write z, where=1 - same_id * (1 - "
+            "is_positive), and pass the rows as queries and as keys, with labels and ids"
+        )
     if triangle and compared is None and not by_side:
         return (
             f"the mask where={display(mask)} of similarity('query', 'query') has no kernel yet: where=1 - is_self "

@@ -272,7 +272,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
                 logsumexp_over_keys(scale * NT_XENT, (1 - is_self) * (1 - same_id)) - positive(scale * NT_XENT)
             )
         ),
-        r"where=\(1 - is_self\) \* \(1 - is_positive\) its positive, too",
+        r"same_id has no kernel yet beside similarity\('query', 'query'\)",
     ),
     "nt_xent_without_positives_alone": (
         spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_positive) - positive(scale * NT_XENT))),
@@ -943,6 +943,13 @@ OFFERED = {  # refused, and what the message says to write instead
     "a row and itself of two sides": (
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_self) - positive(X)), "write it beside similarity",
         mean_over_queries(logsumexp_over_keys(NT_XENT, where=1 - is_self) - positive(NT_XENT)),
+    ),
+    "ids of rows": (
+        mean_over_queries(
+            logsumexp_over_keys(NT_XENT, where=(1 - is_self) * (1 - same_id * (1 - is_positive))) - positive(NT_XENT)
+        ),
+        "pass the rows as queries and as keys",
+        mean_over_queries(logsumexp_over_keys(X, where=1 - same_id * (1 - is_positive)) - positive(X)),
     ),
     "pairs of one id": (
         mean_over_queries(logsumexp_over_keys(X, same_id) - positive(X)), r'write positives="id"$',
