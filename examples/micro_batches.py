@@ -127,10 +127,13 @@ def main() -> None:
     plain_s, plain_peak = timed(lambda: loss(plain(there[0]), there[1]).backward(), plain, flags.device, flags.repeats)
     inputs = (images, labels) if flags.stream else there
     held = sum(each.nbytes for each in model.parameters()) + sum(each.nbytes for each in there) * (not flags.stream)
-    plan = infcl_gen.plan_step(
-        model, inputs[0][:16], targets=inputs[1][:16], loss=loss, batch_size=flags.batch_size, optimizer="none",
-        memory=int(flags.share * plain_peak) + held,
-    )  # fmt: skip
+    try:
+        plan = infcl_gen.plan_step(
+            model, inputs[0][:16], targets=inputs[1][:16], loss=loss, batch_size=flags.batch_size, optimizer="none",
+            memory=int(flags.share * plain_peak) + held,
+        )  # fmt: skip
+    except infcl_gen.InfeasibleError as error:
+        parser.exit(error.exit_code, f"--share {flags.share:g} of {plain_peak} bytes is too little: {error}\n")
     step = plan.step(progress=False)
     planned_s, planned_peak = timed(lambda: step(*inputs), model, flags.device, flags.repeats)
     found = difference(model, plain)

@@ -124,7 +124,7 @@ def plan_step(
     with faked(mode, inputs) as inputs:
         with unchanged(context.everything, context.device, bare.generators), autocast_in(context.device, autocast):
             if targets is None:
-                bound = bare._replace(towers=tuple(_towers(context, runs, inputs)))
+                bound = bare._replace(towers=tuple(_towers(context, runs, inputs, loss)))
             else:
                 mean = MeanLoss(loss, denominator)  # type: ignore[arg-type]
                 bound = bare._replace(towers=(_of_mean(context, runs[0], mean, inputs[0], targets),))
@@ -198,7 +198,7 @@ def _given_costs(costs: Any, towers: int, with_targets: bool) -> StepCosts | Non
     return found
 
 
-def _towers(context: Context, runs: Sequence[Run], inputs: Sequence[Any]) -> list[Tower]:
+def _towers(context: Context, runs: Sequence[Run], inputs: Sequence[Any], loss: Any) -> list[Tower]:
     """The towers, with no features, (0, ...), of the shape and dtype that they give."""
     found = []
     for run, given, name, modules in zip(runs, inputs, context.names, context.modules, strict=True):
@@ -211,6 +211,10 @@ def _towers(context: Context, runs: Sequence[Run], inputs: Sequence[Any]) -> lis
         # A compiled tower would not see that its blocks are computed again.
         blocks = () if compiled(run, modules) else blocks_of(modules)
         found.append(Tower(run, output[:0].clone(), modules, blocks, form_of(given)))
+    widths = [each.features.shape[1:].numel() for each in found]
+    if isinstance(loss, str) and len({*widths}) > 1:
+        each = " and ".join(f"{name} gives {width}" for name, width in zip(context.names, widths, strict=True))
+        raise InputError(f"towers: {each} features; {loss!r} compares features of one width")
     return found
 
 

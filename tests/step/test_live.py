@@ -415,6 +415,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "towers as text": (lambda m, x: ("image", x, {}), "towers: expected modules, methods or functions, got 'image'"),
     "no towers": (lambda m, x: ([], x, {}), r"towers: expected modules, methods or functions, got \[\]"),
     "one tower": (lambda m, x: (m.image, x[0], {}), "'clip' compares the features of two towers, and 1 were given"),
+    "towers of two widths": (
+        lambda m, x: ([m.image, lambda text: m.text(text)[:, :3]], x, {"model": m}),
+        "gives 3 features; 'clip' compares features of one width",
+    ),
     "one input for all": (
         lambda m, x: ([m.image, m.text], x[0], {}),
         "example: expected a list with an input for each",
