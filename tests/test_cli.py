@@ -62,6 +62,21 @@ def test_help_and_version_of_every_command() -> None:
     assert run("--version").stdout == f"infcl-gen {infcl_gen.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "--bogus"), "see infcl-gen plan --help\n"),
+        (("verify",), "see infcl-gen verify --help\n"),
+        (("nope",), "see infcl-gen --help\n"),
+        (("cache", "list", "--days", "3"), "--days, --all: are of infcl-gen cache prune, not of cache list\n"),
+        (("cache", "path", "--all"), "--days, --all: are of infcl-gen cache prune, not of cache path\n"),
+    ],
+)
+def test_wrong_use_names_the_command(arguments: tuple[str, ...], words: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2 and done.stderr.endswith(words) and not done.stdout
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom infcl_gen.cli import main\n"

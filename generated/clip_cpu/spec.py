@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "887983b0b77abf0f2ff04dc961f2dba2dc87f0f28d9dea25f08c8bc4e09f1d7d",
+    "digest": "4b69a6e99dd8c525924ae449f034055ca7ddf1612a5f8fa981cee72487938e25",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -170,7 +170,7 @@ SPEC: dict[str, Any] = {
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
             {"level": 2, "decision": "strategy torch", "why": "no GPU: panels with torch's matrix products"},
             {"level": 2, "decision": "panel 2048 x 2048",
-             "why": "4 panel(s) a hop, peak 48.3 MiB of 2 GiB; larger ones exceed the budget, the problem or the cap"},
+             "why": "4 panels, peak 48.3 MiB of 2 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 2048 x 2048", "why": "as the backward panel"},
         ],
         "budget_bytes": 50643200,

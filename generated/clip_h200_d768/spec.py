@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "119ad52e27c57933156a4f02098b75cf33fd506e46fddf5c7e48b174f7c72ea6",
+    "digest": "2e3dc037a4a3855f586ee36d55f1ec778fe44815f7955c99189ed0330a80a413",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -198,13 +198,8 @@ SPEC: dict[str, Any] = {
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
             {"level": 2, "decision": "strategy panel",
              "why": "predicted 42.2 ms against stash 47.6 ms; fused needs --dim at most 256"},
-            {
-                "level": 2,
-                "decision": "panel 16384 x 16384",
-                "why": (
-                    "16 panel(s) a hop, peak 984.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"
-                ),
-            },
+            {"level": 2, "decision": "panel 16384 x 16384",
+             "why": "16 panels, peak 984.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 32768 x 32768",
              "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "3316aa8f1336b9d33a63797fa44c0a240d4807cd0ca4f6dff24927a99fd26acb",
+    "digest": "42228859337f50d0862fb3d7d4f2ccc9bd0571786c5ec09ca44183866f83f4fc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -196,13 +196,8 @@ SPEC: dict[str, Any] = {
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
             {"level": 2, "decision": "strategy panel",
              "why": "predicted 38.6 ms against stash 42.6 ms; fused needs --dim at most 256"},
-            {
-                "level": 2,
-                "decision": "panel 16384 x 16384",
-                "why": (
-                    "16 panel(s) a hop, peak 951.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"
-                ),
-            },
+            {"level": 2, "decision": "panel 16384 x 16384",
+             "why": "16 panels, peak 951.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 32768 x 32768",
              "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by triton", "why": "no library product with fp32 output here"},

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "240ee7276e1ed4b43fbdc25e38785c4145877c86ad7872e9d5cec17fc3caf662",
+    "digest": "f68a51acc8b42417b26350cd0b1629863f1699ef4544338b52d8d80604d3a82b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -217,13 +217,8 @@ SPEC: dict[str, Any] = {
                     "at most 256"
                 ),
             },
-            {
-                "level": 2,
-                "decision": "panel 4096 x 65536",
-                "why": (
-                    "8 panel(s) a hop, peak 837.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"
-                ),
-            },
+            {"level": 2, "decision": "panel 4096 x 65536",
+             "why": "8 panels, peak 837.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 4096 x 65536", "why": "as the backward panel"},
             {"level": 3, "decision": "products by library",
              "why": "the library's product with fp32 output is the fastest here"},

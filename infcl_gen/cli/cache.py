@@ -8,6 +8,7 @@ import click
 from infcl_gen.cli import options
 from infcl_gen.cli.group import show
 from infcl_gen.cli.options import NUMBER, command, option
+from infcl_gen.errors import InputError
 from infcl_gen.files import cache_folder
 from infcl_gen.inputs.text import bytes_text, check_word, table_text
 
@@ -25,6 +26,8 @@ def cache(flags: dict[str, Any]) -> None:
     """List the cached packages, remove old ones, or print the folder; $INFCL_GEN_CACHE moves it."""
     action = flags["action"]
     check_word("ACTION", action, ("list", "prune", "path"))
+    if action != "prune" and (flags["all"] or flags["days"] is not None):
+        raise InputError(f"--days, --all: are of infcl-gen cache prune, not of cache {action}")
     if action == "path":
         return show(flags, {"path": str(cache_folder())}, lambda: str(cache_folder()))
     days = options.number(flags, "days", 30.0, LONGEST_DAYS, "number of days")

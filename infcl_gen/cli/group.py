@@ -108,7 +108,9 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     if isinstance(error, KeyboardInterrupt | click.Abort):
         code, message = INTERRUPTED, "interrupted"
     elif isinstance(error, click.ClickException):
-        code, message = 2, error.format_message().rstrip(".") + "; see infcl-gen --help"
+        context = getattr(error, "ctx", None)
+        code = 2
+        message = f"{error.format_message().rstrip('.')}; see {context.command_path if context else 'infcl-gen'} --help"
     elif isinstance(error, InfclError):
         code, message = error.exit_code, str(error)
         if isinstance(error, InfeasibleError):

@@ -60,7 +60,7 @@ def parse_count(value: object, flag: str = "count") -> int:
         return value
     match = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", value) if isinstance(value, str) else None
     if match is None:
-        raise InputError(f"{flag}: {show(value)} is not a count; give for example 65536, 64k or 4M (k = 1024)")
+        raise InputError(f"{flag}: {show(value)} is not a count; give for example 8, 64k or 4M (k = 1024)")
     return int(match[1]) << 10 * (" kmg".index(match[2].lower() or " "))
 
 

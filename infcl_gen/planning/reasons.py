@@ -54,7 +54,9 @@ def reasons_of(
         )
         why = by_setting if problem.settings.panel_rows or problem.settings.panel_keys else why
         peak = f"peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}"
-        why = f"{model.panels('backward', sizes)} panel(s) a hop, {peak}; {why}"
+        count = model.panels("backward", sizes)
+        panels = f"{count} panel{'s' * (count != 1)}" + " a hop" * (choice.world_size > 1)
+        why = f"{panels}, {peak}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
     shared = choice.strategy in ("torch", "stash", "rows")
     why = "as the backward panel" if shared else "its partial sums fit where backward needs more"
