@@ -85,6 +85,10 @@ INSTEAD = (
     "formulas have no comparisons, sorting, random numbers or tensors: use maximum(u, v), step, query_weight, ids, or "
     "for the largest a steep logsumexp_over_keys"
 )
+OWN_FUNCTIONS = (
+    "functions of math, torch and numpy take no formulas: import exp, log, sqrt, tanh, sigmoid, softplus or maximum "
+    "from infcl_gen.losses.language"
+)
 _MARGIN = "math.cos(m) * z - math.sin(m) * sqrt(maximum(1 - z**2, 1e-12)) for cos(acos(z) + m)"
 _SUBSTITUTES = {  # of SymPy's functions and relations
     "cos": _MARGIN, "acos": _MARGIN,

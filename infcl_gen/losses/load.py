@@ -21,7 +21,16 @@ from sympy import Expr, Number, sqrt, sympify
 from infcl_gen.files import checksum
 from infcl_gen.inputs.text import one_line, suggestion
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
-from infcl_gen.losses.language import FUNCTIONS, INSTEAD, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
+from infcl_gen.losses.language import (
+    FUNCTIONS,
+    INSTEAD,
+    OWN_FUNCTIONS,
+    SYMBOLS,
+    LossError,
+    LossSpec,
+    is_identifier,
+    similarity_symbol,
+)
 from infcl_gen.losses.printers import LARGEST_POWER, LONGEST_TEXT, display
 
 _LARGEST_NUMBER = 1e300
@@ -177,7 +186,8 @@ def _instead(error: BaseException) -> str:
     named = any(map(_is_of_formulas, types))
     wrong_count = re.search(r"takes .* argument", str(error))
     refused = isinstance(error, TypeError | ValueError | AttributeError | RuntimeError) and not wrong_count
-    return f"; {INSTEAD}" if refused and (by_sympy or named) else ""
+    of_numbers = re.search("convert expression to float|must be Tensor", str(error))
+    return f"; {OWN_FUNCTIONS if of_numbers else INSTEAD}" if refused and (by_sympy or named) else ""
 
 
 def _is_of_formulas(word: str) -> bool:

@@ -122,6 +122,7 @@ INSTEAD = (
     "formulas have no comparisons, sorting, random numbers or tensors: use maximum.u, v., step, query_weight, ids, or "
     "for the largest a steep logsumexp_over_keys"
 )
+OWN = "functions of math, torch and numpy take no formulas: import exp, .* or maximum from infcl_gen.losses.language"
 OF_SAMPLES = "is not in the loss language: masks are same_id, is_positive and step, and weights are query_weight"
 UNSAYABLE = {  # a term of a query, and what is said of it
     "sorted([z, scale])[0]": f"truth value of Relational.*; {INSTEAD}$",
@@ -130,8 +131,8 @@ UNSAYABLE = {  # a term of a query, and what is said of it
     "max(z, 0)": f"; {INSTEAD}$",
     "logsumexp_over_keys(z)[0]": f"; {INSTEAD}$",
     "positive(z) * (z > 0)": f"; {INSTEAD}$",
-    "torch.relu(positive(z))": f"must be Tensor, not positive; {INSTEAD}$",
-    "math.exp(positive(z))": f"; {INSTEAD}$",
+    "torch.relu(positive(z))": f"must be Tensor, not positive; {OWN}$",
+    "math.exp(positive(z))": f"; {OWN}$",
     "positive(z) * torch.rand(4)": f"; {INSTEAD}$",
     "max_over_keys(z)": f"'max_over_keys' is not defined; {INSTEAD}; did you mean 'mean_over_keys'\\?$",
     "logsumexp_over_keys(z, where=torch.rand(4, 4) > 0.5)": f"Tensor {OF_SAMPLES}",
