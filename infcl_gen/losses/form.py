@@ -5,6 +5,9 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
     L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
+Of CLIP x = scale z + bias, s is r_i and t is c_j, log-sum-exps over keys and queries, F = (r - p) / 2, G = (c - p) / 2
+and there is no h; of SigLIP h alone. `printers` has all letters.
+
 p is the logit of the positive, and v are a query's own numbers, which a call gives. One of them may be a state: F then
 has a constant in it, the next state, which is a function of the same arguments. So may G, of a key. Of positives="id" p
 is a statistic, too, of any number n of positives: the mean of their logits, or the log-sum-exp; F may depend on n, and
@@ -281,7 +284,6 @@ def form_of(spec: LossSpec) -> Form:
     refuse((of_pairs and spec.positives == "none",
             "sum_over_pairs has no kernel yet beside positives='none': write positives='diagonal'"))  # fmt: skip
     if of_pairs:
-        of_pairs = written.atoms(language.sum_over_pairs)
         return _pointwise(spec, written, sorted(of_pairs, key=sympy.default_sort_key), scaled)
     _check_partners(spec, written, domain)
     written, compared = _without_thresholds(spec, written, domain)
@@ -366,10 +368,11 @@ def form_of(spec: LossSpec) -> Form:
     )  # fmt: skip
     over_symbols = formula.xreplace(_REDUCED | second).replace(language.next_state, language.detach)
     over_symbols = over_symbols.replace(_POOLED, lambda _: pooled)
-    threshold = None if compared is None else compared.threshold
-    states = following, of_key
-    of_pairs = (None, excluded, domain, of_means, scaled, multiple, states, weight, of_all, threshold)
-    return Form(spec, logit, over_symbols, found, query_term, key_term, *of_pairs)
+    return Form(
+        spec, logit, over_symbols, found, query_term, key_term, pair_term=None, excluded=excluded, domain=domain,
+        of_means=of_means, scaled=scaled, multiple=multiple, next_states=(following, of_key), weight=weight,
+        pooled=of_all, threshold=None if compared is None else compared.threshold,
+    )  # fmt: skip
 
 
 def _in_words(expression: Expr, second: dict[Expr, Symbol] | None = None) -> str:
