@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4b69a6e99dd8c525924ae449f034055ca7ddf1612a5f8fa981cee72487938e25",
+    "digest": "fc50311e8595eb31b755425a1c084618efd0358b5f97e6f91f663b52fc957fed",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2e3dc037a4a3855f586ee36d55f1ec778fe44815f7955c99189ed0330a80a413",
+    "digest": "5cd3fa598ff8fb3a7f1242f12ce5275c60597ef1833ff7fe14241f67ade34d5b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -73,16 +73,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
     """`forward` for a layout that the ranks have agreed on."""
     gradients &= ALL  # those of vectors follow with the terms of queries
     with device_state(package, call.q.device, "forward"):
-        if group is None:
-            sizes = call.q.new_empty((0, 3), dtype=torch.int64)
-        else:
-            each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
-            sizes = torch.tensor(list(each), dtype=torch.int64)
-        how = {"unrounded": call.options.unrounded, "later": group is None}
-        saved = new_saved(package, call.q, call.k, sizes, gradients, **how)
-        if call.vectors is not None:
-            saved.of_vectors.copy_(call.vectors)
-        sweep = Sweep(package, call, layout, saved, group)
+        sweep = Sweep(package, call, layout, _saved_for(package, call, group, layout, gradients), group)
         if isinstance(sweep.means, WeightedMeans):
             sweep.means.begin()
         if package.traits.at_once:
@@ -91,39 +82,72 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             _set_valid(sweep, sweep.queries.factor)
         elif package.traits.labels:
             sweep.positive.fill_(math.nan)
-        keys, by_rows = None, gradients and package.at_once(len(layout.rows))
-        if by_rows:
+        if gradients and package.at_once(len(layout.rows)):
             saved = _gradients_by_rows(sweep, group, gradients)
+            _finish_statistics(sweep)
+            ours = sweep.own_block()._replace(keys=None)
         else:
-            keys = _forward(sweep, group, gradients)
-        if isinstance(sweep.queries, Terms):
-            sweep.queries.total.mul_(sweep.queries.factor)
-        elif sweep.queries is not None:
-            if package.traits.labels:
-                # A label that names no key leaves NaN in `positive`, which must reach the gradients.
-                sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
-            if sweep.thresholds is not None:
-                # Comparisons with NaN are false, which no loss shows.
-                sweep.queries.mantissa.add_(sweep.thresholds * 0.0)
-        ours = sweep.own_block()._replace(**({"keys": None} if keys is None else sweep.statistics_of_keys(keys)))
-        if package.traits.combined and not by_rows:
-            of_all = [pooled(package, ours, group)] if package.traits.pooled else []
-            columns = Columns(package, ours, group, layout) if package.traits.columns_of_ids else None
-            of_all += [] if columns is None else [columns.of_queries()]
-            _combine(package, ours, of_all)
-            if columns is not None:
-                columns.renew(of_all[-1])
+            saved, keys = sweep.saved, _forward(sweep, group, gradients)
+            _finish_statistics(sweep)
+            ours = sweep.own_block()._replace(**({"keys": None} if keys is None else sweep.statistics_of_keys(keys)))
+            if package.traits.combined:
+                _combine_all(package, ours, group, layout)
         weight = weight_of(layout, call.options)
         if package.traits.vectors:
             saved.of_vectors[: package.traits.weighed].mul_(weight)
-        if call.options.reduction == "none":
-            if isinstance(ours.queries, Terms):
-                return ours.queries.total.clone(), saved
-            terms = combined(package.traits, ours.positive).term
-            terms = terms.sum(0) if package.traits.slabs else terms.clone()
-            return sweep.means.added_to_rows(terms) if isinstance(sweep.means, Means) else terms, saved
-        loss = package.schedule.loss_terms(ours, weight)
-        return loss if sweep.means is None else sweep.means.added(loss, weight), saved
+        return _losses_of_rows(sweep, ours) if call.options.reduction == "none" else _loss(sweep, ours, weight), saved
+
+
+def _saved_for(package: Package, call: Call, group: Group | None, layout: Layout, gradients: int) -> Saved:
+    """Room for what backward needs, with the vectors of the call."""
+    if group is None:
+        sizes = call.q.new_empty((0, 3), dtype=torch.int64)
+    else:
+        each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
+        sizes = torch.tensor(list(each), dtype=torch.int64)
+    how = {"unrounded": call.options.unrounded, "later": group is None}
+    saved = new_saved(package, call.q, call.k, sizes, gradients, **how)
+    if call.vectors is not None:
+        saved.of_vectors.copy_(call.vectors)
+    return saved
+
+
+def _finish_statistics(sweep: Sweep) -> None:
+    """Terms of queries times their factors; and NaN in sums of queries, where labels or thresholds are NaN."""
+    if isinstance(sweep.queries, Terms):
+        sweep.queries.total.mul_(sweep.queries.factor)
+    elif sweep.queries is not None:
+        if sweep.package.traits.labels:
+            # A label that names no key leaves NaN in `positive`, which must reach the gradients.
+            sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
+        if sweep.thresholds is not None:
+            # Comparisons with NaN are false, which no loss shows.
+            sweep.queries.mantissa.add_(sweep.thresholds * 0.0)
+
+
+def _combine_all(package: Package, ours: Block, group: Group | None, layout: Layout) -> None:
+    """`_combine`, with what follows from the positives of all queries before it, and what keys get by it."""
+    of_all = [pooled(package, ours, group)] if package.traits.pooled else []
+    columns = Columns(package, ours, group, layout) if package.traits.columns_of_ids else None
+    of_all += [] if columns is None else [columns.of_queries()]
+    _combine(package, ours, of_all)
+    if columns is not None:
+        columns.renew(of_all[-1])
+
+
+def _losses_of_rows(sweep: Sweep, ours: Block) -> Tensor:
+    """(m,)"""
+    if isinstance(ours.queries, Terms):
+        return ours.queries.total.clone()
+    terms = combined(sweep.package.traits, ours.positive).term
+    terms = terms.sum(0) if sweep.package.traits.slabs else terms.clone()
+    return sweep.means.added_to_rows(terms) if isinstance(sweep.means, Means) else terms
+
+
+def _loss(sweep: Sweep, ours: Block, weight: float) -> Tensor:
+    """0-dim"""
+    loss: Tensor = sweep.package.schedule.loss_terms(ours, weight)
+    return loss if sweep.means is None else sweep.means.added(loss, weight)
 
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
