@@ -482,7 +482,7 @@ def _check_partners(spec: LossSpec, formula: Expr, domain: Domain) -> None:
         (not of_rows and formula.has(language.mean_over_keys),
          "of_positive has no kernel yet beside mean_over_keys: write mean_over_queries alone, and call it once for "
          "each direction"),
-        (beside, f"{''.join(beside[:1])} has no kernel yet beside of_positive: leave one of them out"),
+        (beside, f"{''.join(beside[:1])} has no kernel yet beside of_positive: leave it out"),
     )  # fmt: skip
 
 
