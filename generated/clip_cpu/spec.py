@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "fc50311e8595eb31b755425a1c084618efd0358b5f97e6f91f663b52fc957fed",
+    "digest": "4b773921171cb7f6c1459893ca9e846021c17e078cc96fed64f2e001033d25a8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5cd3fa598ff8fb3a7f1242f12ce5275c60597ef1833ff7fe14241f67ade34d5b",
+    "digest": "75f1ea60c54f49536abbee7af108ba48fe352eb13b1a60a9b4475a764639d0e8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -7,9 +7,9 @@ from typing import Any
 
 from infcl_gen.emission.class_context import LABELLED, class_context
 from infcl_gen.emission.combined_context import combined_context, guided_context, second_context, several_context
-from infcl_gen.emission.pairs_context import pair_context
+from infcl_gen.emission.pairs_context import pairs_context
 from infcl_gen.emission.render import ABSENT
-from infcl_gen.emission.slabs_context import slab_context
+from infcl_gen.emission.slabs_context import slabs_context
 from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused
 from infcl_gen.kernels.arguments import parts_of
@@ -110,7 +110,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "inner": inner,  # depth of a similarity, as a constant of the file
         "depth_of_positives": "width" if plan.slabs else inner,
         "columns_of_product": "width" if plan.slabs else "DIM",
-        **slab_context(plan, derivation, unit),
+        **slabs_context(plan, derivation, unit),
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
         "part_widths": part_widths if is_fused or keeps_keys else ABSENT,  # of descriptors
@@ -150,7 +150,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "dbias_factor": triton_code(derivation.dbias_factor),
         "scalars": "scalars_of_rows" if plan.traits.combined else "scalars_of_pairs",
         "why_positives": _WHY_POSITIVES[plan.traits.combined],
-        **(pair_context(plan, derivation, unit) if of_pairs else {}),
+        **(pairs_context(plan, derivation, unit) if of_pairs else {}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
         "positive_references": "positive_row_reference" + ", positive_key_reference" * both_axes,

@@ -38,7 +38,7 @@ _CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
 _IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
 
 
-def pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
+def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
     """What the templates of a sum over pairs read. Terms and slopes are printed as tensors like `x`.
 
     Sweeps of a sum of softplus take y = x log2(e).

@@ -34,7 +34,7 @@ if MASKED:
 _INSIDE = "tl.where((rows < queries)[:, None] & (columns < keys)[None, :], {0}, 0.0)"
 
 
-def slab_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
+def slabs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
     """The slabs of columns of a loss over prefixes, with the shares of the prefix that ends there."""
     renormalised = plan.traits.renormalised
     own = {"renormalised": renormalised}

@@ -168,14 +168,14 @@ def run(task: str, folder: Path, place: str, examples: int = 0, processes: int =
         worst = "" if check in HELD else f"{max(each['ratio'] for each in of_it):.2f}"
         detail = f"{len(of_it)} inputs on {where}, {HELD.get(check) or f'largest error {worst} of what is allowed'}"
         unjudged = len(of_it) - compared if check == "numerics loss" else 0
-        mostly = 2 * unjudged > len(of_it)
+        seldom_finite = 2 * unjudged > len(of_it)
         without = f"of {unjudged} it is not finite in fp64, or too large"
         detail += f"; {without}, and no gradients compared" * bool(unjudged)
         if bad:
             detail = f"{len(bad)} of {len(of_it)} inputs on {where} fail, such as {bad[0]}"
-        elif mostly:
+        elif seldom_finite:
             detail = f"{len(of_it)} inputs on {where}; {without}: its formula leaves the range"
-        rows.append(_row(check, not (bad or mostly), detail))
+        rows.append(_row(check, not (bad or seldom_finite), detail))
     return rows
 
 

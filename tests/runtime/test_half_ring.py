@@ -19,8 +19,7 @@ import torch
 import infcl_gen
 from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.runtime.table import Table
-from infcl_gen.verification.gate import LossAndGrads
-from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.oracle import Inputs, LossAndGrads
 from infcl_gen.verification.properties import neighbours
 from infcl_gen.verification.worker import averaged
 from tests.runtime.in_process import World, table_of

@@ -136,7 +136,7 @@ def _combine_all(package: Package, ours: Block, group: Group | None, layout: Lay
 
 
 def _losses_of_rows(sweep: Sweep, ours: Block) -> Tensor:
-    """(m,)"""
+    """The loss of each query, (m,)."""
     if isinstance(ours.queries, Terms):
         return ours.queries.total.clone()
     terms = combined(sweep.package.traits, ours.positive).term
@@ -145,7 +145,7 @@ def _losses_of_rows(sweep: Sweep, ours: Block) -> Tensor:
 
 
 def _loss(sweep: Sweep, ours: Block, weight: float) -> Tensor:
-    """0-dim"""
+    """This rank's share of the loss, 0-dim, with the mean of all logits where it has a part."""
     loss: Tensor = sweep.package.schedule.loss_terms(ours, weight)
     return loss if sweep.means is None else sweep.means.added(loss, weight)
 
