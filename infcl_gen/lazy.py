@@ -442,6 +442,8 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
             package = _fitting(load_cached, kind, at_hand, sizes, 1)
         wait_for_triton()
         shelf.packages[kind] = package
+        if at_hand is not None and at_hand is not package:
+            at_hand._api.replay.give_up_all()
         _loads = secrets.token_hex(8)
     problem = package.SPEC["problem"]
     _LOG.info(

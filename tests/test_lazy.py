@@ -92,6 +92,18 @@ def test_it_grows_and_does_not_shrink(caplog: pytest.LogCaptureFixture) -> None:
     assert len([line for line in caplog.messages if "batches of up to" in line]) == 3
 
 
+def test_a_package_that_has_grown_gives_its_recordings_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold a stash, whose memory the larger package has planned."""
+    criterion, given_up = infcl_gen.ContrastiveLoss(), []
+    criterion(*features(5), 10.0)
+    (package,) = lazy._alone.packages.values()
+    monkeypatch.setattr(package._api.replay, "give_up_all", lambda: given_up.append(package))
+    criterion(*features(4), 10.0)
+    assert not given_up
+    criterion(*features(20), 10.0)
+    assert given_up == [package]
+
+
 def test_each_kind_has_a_package() -> None:
     """Planted: the loss, the budget, D, the dtype or autocast left out of what tells kinds apart."""
     criterion = infcl_gen.ContrastiveLoss()

@@ -69,10 +69,7 @@ def contrastive_loss(
                  differ between ranks as they like, and may be 0.
     scale, bias  numbers, or tensors of one, 0-dim or of shape (1,). A host tensor with a device batch makes
                  backward wait for the device.
-    labels       int64 (M,), the index of each query's positive among all keys of the group; "own": the first M keys
-                 of each rank are its queries' positives, in order; None means the same global row (with more keys
-                 than queries on one rank only). Host labels are checked on every call, labels on a device on first
-                 use (later, one that names no key gives NaN).
+    labels       None: query i and key i of the group are a pair, so that its ranks together have as many of both.
     query_ids    int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q;
                  else None.
     query_weight  (M,) of a loss with weights of queries, key_weight (N,) of one with weights of keys, and negatives

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4b773921171cb7f6c1459893ca9e846021c17e078cc96fed64f2e001033d25a8",
+    "digest": "7dc75424d7772c12852bf708760357d41819a7997bb52f3aedb846bff97f25a8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "75f1ea60c54f49536abbee7af108ba48fe352eb13b1a60a9b4475a764639d0e8",
+    "digest": "c1b11f9b9ef0082c3260c4db4d2560ab6ba5cc2ba9570f6972d6a7dea6393e73",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

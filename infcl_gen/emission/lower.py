@@ -149,6 +149,8 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "alone": problem.devices == 1,
         "triangle": plan.traits.triangle,
         "of_classes": plan.traits.triangle and plan.traits.ids,
+        "paired": plan.traits.paired,
+        "labels": plan.traits.labels,
         "k_type": "None" if plan.traits.triangle else "Tensor",
         "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
         "frozen": ABSENT if plan.frozen == "none" else f"The {plan.frozen} side is frozen: it has no gradient.",

@@ -97,8 +97,11 @@ def log_sums(
     rows = q.index_select(0, found.first)
     z = _Products.apply(rows, negatives, scale.dtype)
     x = loss.logit(z, scale, bias)
-    if traits.thresholds:
-        factor, margin = loss.THRESHOLD
-        most = row_dots(rows.detach(), q.detach(), scale.dtype, found.other) * factor + margin
-        x = x.masked_fill(z.detach() > most[:, None], -math.inf)
-    return torch.logsumexp(x, 1).index_select(0, found.of_row)
+    if not traits.thresholds:
+        return torch.logsumexp(x, 1).index_select(0, found.of_row)
+    factor, margin = loss.THRESHOLD
+    most = row_dots(rows.detach(), q.detach(), scale.dtype, found.other) * factor + margin
+    above = z.detach() > most[:, None]
+    none = above.all(1)  # left: torch's derivative of such a sum would be NaN
+    sums = torch.logsumexp(x.masked_fill(above & ~none[:, None], -math.inf), 1)
+    return sums.masked_fill(none, -math.inf).index_select(0, found.of_row)

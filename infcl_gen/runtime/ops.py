@@ -52,7 +52,7 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         # With setup_context torch would inspect this signature at each call: 65 us of host time.
         *call, package, gradients, states = inputs
-        loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
+        loss, saved = replay.forward(package, cast(package, Call(*call)), gradients)
         keep_states(states, saved)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call[:_GIVEN], *saved)
@@ -80,6 +80,15 @@ def _hide_backward() -> None:
         _hidden = True
 
 
+def cast(package: Package, call: Call) -> Call:
+    """`Call.cast` of forward. The other ranks hear of a lack of memory: none waits for this rank."""
+    try:
+        return call.cast(package)
+    except Exception:
+        agreement.announce_rejection(package, call)
+        raise
+
+
 def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
     """The call, cast for backward: where forward has the gradients, a copy of the features would only take memory."""
     return call.cast(package, features=not package.at_once(saved.layout.shape[0]))
@@ -96,7 +105,7 @@ class _TransformedLoss(_Loss):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         *call, package, gradients, states = inputs
-        loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
+        loss, saved = replay.forward(package, cast(package, Call(*call)), gradients)
         keep_states(states, saved)
         return (loss, *saved)
 
@@ -154,7 +163,7 @@ def differentiable(package: Package, call: Call, states: tuple[Tensor, ...] = ()
         _hide_backward()
         loss = _Loss.apply(*call, package, gradients, states)
     else:
-        loss, saved = replay.forward(package, call.cast(package), gradients)
+        loss, saved = replay.forward(package, cast(package, call), gradients)
         keep_states(states, saved)
     return loss
 
@@ -178,18 +187,24 @@ def traced(*tensors: Tensor) -> bool:
 
 def _tell_flops(package: Package) -> None:
     """Tells torch's counters of floating-point operations that are active what a rank computes, in products of its
-    queries and keys: the similarities in forward, and in backward again; with the latter those that gradients need.
-    Their module is not imported here: it imports Triton, in 0.5 s."""
+    queries and all ranks' keys, of which each has as many: the similarities in forward, and in backward again; with the
+    latter those that gradients need. A triangle has half of the similarities.
+    The counters' module is not imported here: it imports Triton, in 0.5 s."""
     operators = package.operators
+
+    def counted(q: Tensor, k: Tensor, ranks: int, gradients: int) -> int:
+        similarities = 1 / (1 + package.traits.triangle)
+        return int(2 * (similarities + sum(products(gradients))) * q.numel() * k.shape[0] * ranks)
 
     def forward(*inputs: Any, **_: Any) -> int:
         (q, k), group = inputs[:2], find_group(inputs[_GIVEN])
-        at_once = package.at_once(1 if group is None else group.size)
-        return int(2 * (1 + sum(products(inputs[-1])) * at_once) * q.numel() * k.shape[0])
+        ranks = 1 if group is None else group.size
+        return counted(q, k, ranks, inputs[-1] if package.at_once(ranks) else 0)
 
     def backward(upstream: Any, *inputs: Any, **_: Any) -> int:
-        (q, k), saved, count = inputs[:2], Saved(*inputs[_GIVEN : -_NAMED - 1]), 1 + sum(products(inputs[-1]))
-        return 0 if package.at_once(saved.layout.shape[0]) else int(2 * count * q.numel() * k.shape[0])
+        (q, k), saved = inputs[:2], Saved(*inputs[_GIVEN : -_NAMED - 1])
+        ranks = max(1, saved.layout.shape[0])
+        return 0 if package.at_once(ranks) else counted(q, k, ranks, inputs[-1])
 
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
@@ -211,7 +226,7 @@ def register(package: Package) -> Any:
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         *given, gradients = inputs
         call = Call(*(*given[:_GIVEN], Options(*given[_GIVEN:])))
-        loss, saved = replay.unrecorded_forward(package, call.cast(package), gradients)
+        loss, saved = replay.unrecorded_forward(package, cast(package, call), gradients)
         return (loss, *saved)
 
     def backward(*inputs: Any) -> tuple[Tensor, ...]:

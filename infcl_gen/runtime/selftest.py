@@ -57,7 +57,9 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         if keys == 1 + package.traits.triangle and package.traits.without_positives:  # a sum of nothing
             continue
         generator = torch.Generator().manual_seed(rows)
-        random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
+        random = (
+            torch.randn(n, package.dim, generator=generator, dtype=torch.float64, device="cpu") for n in (rows, keys)
+        )
         q, other = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
         k = None if package.traits.triangle else other
         rest = None, *_ids(package, q, k), *_guides(package, q, k).values(), Options(ALONE)
@@ -231,16 +233,16 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
 
 def _own_positives(package: Package, rows: int) -> Tensor:
     """The positive of each query without labels."""
-    return torch.arange(rows).roll(rows // 2 if package.traits.triangle else 0)
+    return torch.arange(rows, device="cpu").roll(rows // 2 if package.traits.triangle else 0)
 
 
 def _are_positive(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
     """An index of the pairs that are a query and its positive."""
     rows = len(q)
     if package.traits.by_guide:
-        return torch.zeros(rows, rows if k is None else len(k), dtype=torch.bool)
+        return torch.zeros(rows, rows if k is None else len(k), dtype=torch.bool, device="cpu")
     if not package.traits.several:
-        return torch.arange(rows), _own_positives(package, rows)
+        return torch.arange(rows, device="cpu"), _own_positives(package, rows)
     query_ids, key_ids = _ids(package, q, k)
     assert query_ids is not None
     return query_ids[:, None] == (query_ids if key_ids is None else key_ids)

@@ -64,7 +64,7 @@ class Resources:
 
 
 class Kernels:
-    """The kernels of a package, to be compiled ahead of time with nothing but triton."""
+    """The kernels of a package, to be compiled ahead of time, without a GPU."""
 
     def __init__(self, package: Path, edited: bool = False) -> None:
         self.folder, self.spec = package, read_package(package, edited=edited).spec
@@ -97,6 +97,8 @@ class Kernels:
         from triton.compiler import ASTSource
         from triton.experimental.gluon._runtime import GluonASTSource
 
+        from infcl_gen.runtime.launch import OPTIONS
+
         module, launch = self._module(kernel), self.spec["launches"][kernel]
         function, declared = getattr(module, kernel), self._declared[kernel][1]
         known = {argument.name: argument for argument in declared.arguments}
@@ -113,7 +115,7 @@ class Kernels:
                 attributes[(index,)] = [["tt.divisibility", 16]]
             signature[name] = kind
         gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-        options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
+        options = OPTIONS | {"num_warps": launch["warps"], "num_stages": launch["stages"]}
         if declared.registers:
             options["maxnreg"] = getattr(module, declared.registers)
         source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)

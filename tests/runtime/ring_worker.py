@@ -368,6 +368,8 @@ def loss_of(
     device: str = "cpu",
     scale: Any = 2.0,
     listed: bool = False,
+    nested: bool = False,
+    lacks_memory: bool = False,
     torch_version: str | None = None,
     protocol: int | None = None,
     trips: int | None = None,
@@ -384,13 +386,18 @@ def loss_of(
             (torch, "__version__", torch_version),
             (groups, "PROTOCOL", protocol),
             (groups.Group, "trips", trips),
+            (importlib.import_module(f"{package}._runtime.package").Call, "cast", _lacking if lacks_memory else None),
         ):
             if value is not None:
                 pretence.enter_context(mock.patch.object(place, name, value))
-        features: Any = q.tolist() if listed else q
+        features: Any = q.tolist() if listed else torch.nested.nested_tensor([*q.split(2)]) if nested else q
         loss = module.contrastive_loss(features, k, scale, labels=given, group=group_of(ranks), **options)
     assert isinstance(loss, Tensor)
     return loss
+
+
+def _lacking(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no memory for features of another dtype")
 
 
 def of_parts(package: str, ranks: tuple[int, ...], which: str | None) -> float:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import infcl_gen
 from infcl_gen.runtime.package import Call, Options
 from tests.verification.dense import dense_loss
 
@@ -305,6 +306,42 @@ def test_flops_are_counted(packages: Packages, loss: str, products: int) -> None
     with FlopCounterMode(display=False) as counter:
         package.contrastive_loss(q, k, 2.0, **given).backward()
     assert counter.get_total_flops() == products * 2 * len(q) * len(k) * q.shape[1]
+
+
+def test_flops_of_rows_against_themselves_are_half() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    package = infcl_gen.load(loss="ntxent", batch_size=64, dim=8, dtype="fp32", target="cpu")
+    q = features(12, dtype=torch.float32)[0]
+    with FlopCounterMode(display=False) as counter:
+        package.contrastive_loss(q, None, 2.0).backward()
+    assert counter.get_total_flops() == 2 * 2 * 12 * 12 * q.shape[1]
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_features_that_torch_negates_as_it_reads_them(packages: Packages, side: str) -> None:
+    package = packages("infonce", dtype="fp32")
+    given = dict(zip("qk", (x.detach() for x in features(dtype=torch.float32)), strict=True))
+    negated = torch.complex(given[side], -given[side]).conj().imag
+    assert negated.is_neg() and torch.equal(negated, given[side])
+    call = Call(**given | {side: negated}, scale=X[0, 0], bias=X[0, 0]).cast(package._package)
+    assert not call.q.is_neg() and not call.k.is_neg()
+    assert torch.equal(package.contrastive_loss(**given | {side: negated}), package.contrastive_loss(**given))
+
+
+def test_a_default_device_changes_nothing(packages: Packages) -> None:
+    package = packages("clip", dtype="fp32")
+    with torch.device("meta"):
+        assert package.selftest("cpu")
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_number_that_no_dtype_holds_is_refused_in_a_trace_too(packages: Packages, traced: bool) -> None:
+    package = packages("clip", dtype="fp32")
+    loss = torch.compile(package.contrastive_loss, backend="eager") if traced else package.contrastive_loss
+    q, k = features(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"scale must be a number that torch\.float32 can hold"):
+        loss(q, k, 1e39)
 
 
 def test_numbers_as_scale_make_two_graphs_at_most(packages: Packages) -> None:

@@ -54,6 +54,21 @@ def test_it_is_the_formula_by_hand(loss: str, scale: float) -> None:
         as_defined(package(loss), loss, rows, kind, scale)
 
 
+def test_no_derivative_is_nan_where_all_negatives_of_a_pair_are_left_out() -> None:
+    """Planted: the derivative of a sum of nothing, which was cleared after torch's search for NaN had seen it."""
+    module = infcl_gen.load(loss="three_block_hard", batch_size=64, dim=DIM, dtype="fp64", target="cpu")
+    q = features(8, "fp64")
+    negatives = q[:4, None].expand(4, 2, DIM).clone()  # as near as can be
+    negatives[0] = -q[0]
+    leaves = [x.detach().requires_grad_() for x in (q, negatives)]
+    with torch.autograd.set_detect_anomaly(True):
+        module.contrastive_loss(leaves[0], None, 5.0, negatives=leaves[1]).backward()
+    truth = [x.detach().requires_grad_() for x in leaves]
+    module.reference(truth[0], None, 5.0, negatives=truth[1]).backward()
+    for ours, theirs in zip(leaves, truth, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize(("loss", "dtype"), combined(LOSSES, ["bf16", "fp32"]))
 def test_as_accurate_as_the_dtypes_allow(loss: str, dtype: str) -> None:
     for rows, scale in itertools.product((2, 6, 22), (1000.0, 1e-3, 14.3)):

@@ -56,6 +56,16 @@ def test_another_kind_of_call_gives_the_recording_back_first(recorder: Any, othe
     assert recorder.recording is None
 
 
+def test_a_package_that_another_replaces_gives_all_recordings_back(
+    recorder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_recorders", {("digest", 0): recorder})
+    recorder.next(kind(8))
+    assert recorder.next(kind(8)) is recorder.recording is not None
+    replay.give_up_all()
+    assert recorder.recording is None
+
+
 def test_a_forward_without_gradients_runs_in_the_recording_of_a_step(recorder: Any) -> None:
     """Planted: gradients of 0 are a kind of their own."""
     recorder.next(kind(8, gradients=0b1101))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .group import Group, Layout, find_group
-from .package import SCALARS, Call, Package, named
+from .package import SCALARS, Call, Package, is_cast, named
 from .triangle import partners
 
 # Header fields that ranks compare. The first two kinds come first: they may explain why a rank rejects its arguments.
@@ -133,15 +133,17 @@ def header(
     package: Package, call: Call, gradients: int = 0, label_range: tuple[int, int] = (0, -1), accepted: bool = True
 ) -> Mapping[str, Any]:
     """This rank's part of `Group.exchange`: fields that must be equal, and sizes, which may differ."""
-    # Rejected features may be no tensors: these must not differ, so that the other ranks report the rejection.
-    options, nothing = call.options, lambda: torch.empty(0, package.dim, dtype=package.dtype)
-    features, keys = (x if isinstance(x, Tensor) else nothing() for x in call[:2])
+    # Rejected features may be no tensors, or without a shape: these must not differ, so that the other ranks report the
+    # rejection. Nor do dtypes that are cast: ranks that go on have cast their features.
+    options, nothing = call.options, lambda: torch.empty(0, package.dim, dtype=package.dtype, device="cpu")
+    features, keys = (x if isinstance(x, Tensor) and not x.is_nested else nothing() for x in call[:2])
+    dtypes = [x.dtype for x in (features, keys) if not is_cast(x.dtype, package.dtype)]
     return {
         "accepted": accepted,
         "package digest": package.digest,
         "torch version": str(torch.__version__),
         "loss": package.loss_name,
-        "dtype": str(features.dtype if features.dtype != package.dtype else keys.dtype).removeprefix("torch."),
+        "dtype": str(dtypes[0] if dtypes else package.dtype).removeprefix("torch."),
         "embedding dimension": features.shape[-1] if features.dim() else 0,
         "ranks compared": options.check_ranks != "never",
         "labels": options.labelling,

@@ -20,6 +20,11 @@ ALL = QUERIES | KEYS | SCALARS
 FROZEN = {"query": QUERIES, "key": KEYS}  # by side, the gradient that is not wanted where it is frozen
 
 
+def is_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether features of a dtype are taken by a package of another, and cast to it."""
+    return dtype == to or (dtype in (torch.bfloat16, torch.float16, torch.float32) and to != torch.float64)
+
+
 class Products(NamedTuple):
     """Which sums over pairs gradients need: each is a matrix product."""
 
@@ -140,15 +145,17 @@ class Call(NamedTuple):
     def cast(self, package: Package, features: bool = True) -> Call:
         """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped.
 
-        Without `features` they are left as they are, for a backward that reads their shapes alone.
+        Without `features` they are left as they are, for a backward that reads their shapes alone. Kernels read memory
+        as it is: features that torch is to negate when it reads them, as imaginary parts of conjugates, are copied.
         """
         q, k, options, dtype = self.q, self.k, self.options, package.dtype
         if not q.dtype == k.dtype == dtype:
             options = options._replace(unrounded=True)
         if features:
-            q = q.to(dtype)
-            k = q if package.traits.triangle else k.to(dtype)
-        return self._replace(q=q, k=k, options=options)
+            q = q.to(dtype).resolve_neg()
+            k = q if package.traits.triangle else k.to(dtype).resolve_neg()
+        u, v = (None if x is None else x.resolve_neg() for x in self.guides)
+        return self._replace(q=q, k=k, guide_queries=u, guide_keys=v, options=options)
 
 
 class Saved(NamedTuple):

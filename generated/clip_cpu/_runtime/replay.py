@@ -192,6 +192,13 @@ _streams: dict[int, torch.cuda.Stream] = {}  # one per device to record on: cuBL
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 
+def give_up_all() -> None:
+    """Gives up what this package has recorded, on every device: another package takes its place, and its memory."""
+    for recorder in [*_recorders.values()]:
+        with recorder.lock:
+            recorder.give_up()
+
+
 def _recorder(package: Package, call: Call) -> _Recorder | None:
     """None where a call cannot be recorded, as with labels that the host reads.
 

@@ -20,8 +20,8 @@ from .agreement import OWN_KEYS, announce_rejection
 from .agreement import BatchTooLargeError as BatchTooLargeError
 from .group import ALONE, resolve
 from .launch import INTERPRETED
-from .ops import differentiable, keep_states, register, traced, wanted
-from .package import NAMES, Call, Options, Package
+from .ops import cast, differentiable, keep_states, register, traced, wanted
+from .package import NAMES, Call, Options, Package, is_cast
 from .scaled import scaled, times_rows
 from .selftest import selftest as run_selftest
 from .table import planned_table
@@ -47,7 +47,6 @@ UNREDUCED = (
     'reduction is an argument of contrastive_loss: ContrastiveLoss is the mean, or takes LossSpec(reduction="none")'
 )
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
-_CAST = (torch.bfloat16, torch.float16, torch.float32)  # features that are cast to a package's dtype, unless it is fp64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -105,7 +104,7 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
     called = Call(*arguments)
     with torch.no_grad():
         given = _agreed(package, called, package.gradients)
-        call = given.cast(package)
+        call = cast(package, given)
         loss, saved = replay.forward(package, call, package.gradients)
         keep_states(_states(package, called), saved)
         upstream = torch.ones_like(loss)
@@ -337,7 +336,7 @@ def _check_features(package: Package, call: Call) -> None:
     for name, x in ((q_name, q), (k_name, k)):
         if x.dtype == package.dtype:
             continue
-        if x.dtype not in _CAST or package.dtype == torch.float64:
+        if not is_cast(x.dtype, package.dtype):
             if q.dtype != k.dtype and {q.dtype, k.dtype} <= {*_DTYPES.values()}:
                 dtypes = f"{q_name} has dtype {q.dtype}, {k_name} has dtype {k.dtype}"
                 raise ValueError(f"{q_name} and {k_name} must have one dtype; {dtypes}")
@@ -546,16 +545,14 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
         return value.reshape(()) if value.dim() else value
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, _REAL)):  # `Real` takes 5 us
         raise TypeError(f"{name} must be a number or a tensor of one, not {type(value).__name__}")
+    known = not isinstance(value, torch.SymFloat | torch.SymInt)
+    if known and abs(value) > torch.finfo(dtype).max and abs(value) != math.inf:
+        raise ValueError(f"{name} must be a number that {dtype} can hold, not {value!r:.40}")
     # Uncached: a tensor made under torch.func, or in a graph being captured, is invalid outside of it.
     if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
     stream = replay.raw_stream(q.device) if q.is_cuda else 0
-    try:
-        return _constant(float(value), dtype, q.device, stream)
-    except (OverflowError, RuntimeError) as error:
-        if "overflow" not in str(error) and not isinstance(error, OverflowError):
-            raise
-        raise ValueError(f"{name} must be a number that {dtype} can hold: {error}") from error
+    return _constant(float(value), dtype, q.device, stream)
 
 
 @functools.lru_cache(maxsize=64)

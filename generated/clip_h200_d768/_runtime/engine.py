@@ -104,7 +104,7 @@ def _saved_for(package: Package, call: Call, group: Group | None, layout: Layout
         sizes = call.q.new_empty((0, 3), dtype=torch.int64)
     else:
         each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
-        sizes = torch.tensor(list(each), dtype=torch.int64)
+        sizes = torch.tensor(list(each), dtype=torch.int64, device="cpu")
     how = {"unrounded": call.options.unrounded, "later": group is None}
     saved = new_saved(package, call.q, call.k, sizes, gradients, **how)
     if call.vectors is not None:

@@ -231,7 +231,7 @@ class Group:
 
     def told_by_first(self, text: str) -> str:
         """Rank 0's text, on every rank: called by all of them after an `exchange`. Raises RuntimeError."""
-        control, size = self._control_group(), torch.tensor([len(text.encode())])
+        control, size = self._control_group(), torch.tensor([len(text.encode())], device="cpu")
         control.broadcast(size, 0).wait()
         words = torch.frombuffer(bytearray(text.encode()).ljust(int(size)), dtype=torch.uint8)[: int(size)]
         control.broadcast(words, 0).wait()
