@@ -1,6 +1,7 @@
 """What contrastive losses of several libraries return on W ranks, measured with gloo on the CPU.
 
 python docs/conventions.py    measures those that are installed and writes tune/bench/cpu-conventions.json
+                               if none is absent that the file has
 
 Each rank calls the loss for its rows and runs backward; gradients are averaged over the ranks, as DDP does. The truth
 is the gradient of the dense loss of all rows, in fp64. A row has two figures for features and scale: `ratio` is the
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from infcl_gen.bench.results import measurement, write_results  # noqa: E402
+from infcl_gen.bench.results import lost, measurement, write_results  # noqa: E402
 from infcl_gen.errors import ToolchainError  # noqa: E402
 from infcl_gen.files import load_file  # noqa: E402
 from infcl_gen.processes import Seat, run_ranks  # noqa: E402
@@ -234,6 +235,9 @@ def main() -> int:
     for one in CONTESTANTS:
         if importlib.util.find_spec(one.module) is None:
             absent[one.distribution] = f"{one.distribution} is not installed"
+    if missing := lost(OUTPUT, absent):
+        print(f"{OUTPUT.name} is left as it is: install {', '.join(missing)}, which it has", file=sys.stderr)
+        return 4
     here = [one for one in CONTESTANTS if one.distribution not in absent]
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "docs"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     rows = []

@@ -93,7 +93,7 @@ SAME = 1e-4  # of the true loss: ranks whose values differ by less return the sa
 
 
 def main() -> int:
-    stale = 0
+    check, stale = "--check" in sys.argv[1:], []
     for name, kinds in PAGES.items():
         page = ROOT / name
         text = page.read_text(encoding="utf-8")
@@ -101,11 +101,14 @@ def main() -> int:
         for kind in kinds:
             begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
             before, _, rest = fresh.partition(begin)
+            held = fresh
             fresh = f"{before}{begin}\n{tables(kind)}{end}{rest.partition(end)[2]}"
-        stale |= fresh != text
-        if "--check" not in sys.argv[1:]:
+            stale += [f"{name}: {kind}"] * (fresh != held)
+        if not check:
             page.write_text(fresh, encoding="utf-8")
-    return int(stale and "--check" in sys.argv[1:])
+    if check and stale:
+        print(f"not what their files hold: {', '.join(stale)}; python docs/tables.py writes them", file=sys.stderr)
+    return int(check and bool(stale))
 
 
 def tables(kind: str) -> str:

@@ -1,5 +1,6 @@
 """docs/conventions.py: the factors and errors in the gradients of several libraries, for docs/gradients.md."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -20,6 +21,17 @@ conventions = importlib.util.module_from_spec(SPEC)
 sys.modules["conventions"] = conventions  # dataclasses look their module up
 SPEC.loader.exec_module(conventions)
 OURS = [one for one in conventions.CONTESTANTS if one.module == "infcl_gen"]
+
+
+def test_a_file_is_left_as_it_is_where_contestants_of_it_are_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = conventions.CONTESTANTS[-1]
+    monkeypatch.setattr(conventions, "OUTPUT", tmp_path / "conventions.json")
+    monkeypatch.setattr(conventions, "CONTESTANTS", [dataclasses.replace(absent, module="no_such_library")])
+    conventions.OUTPUT.write_text(held := json.dumps({"rows": [{"impl": absent.distribution}]}))
+    assert conventions.main() == 4 and conventions.OUTPUT.read_text() == held
+    assert f"is left as it is: install {absent.distribution}" in capsys.readouterr().err
 
 
 def test_a_factor_and_another_direction_are_told_apart() -> None:

@@ -225,12 +225,14 @@ def test_the_source_stays_small() -> None:
     numbers beyond a range, roundings of one sign and tiles of a stash, 20 for what ranks and wrong calls are
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
-    3 504 plan and run training steps, 15 of which remember costs, 10 count states and comparisons;
+    3 526 plan and run training steps, 15 of which remember costs, 10 count states and comparisons, 22 refuse what would
+    fail in the first step;
     1 100 are what users meet first, 8 of which load what threads have built, 11 keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
     50 take a LossSpec itself,
     20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a module's wrong
-    arguments where it is made, 2 give recordings back, 26 refuse wrong prefixes and losses of a call, and pairs before there is a plan;
+    arguments where it is made, 2 give recordings back, 26 refuse wrong prefixes and losses of a call, and pairs
+    before there is a plan;
     5 keep the own part of a ring's sums at home, 28 read products back as they were written, and name what a refused
     formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
     reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
@@ -238,7 +240,8 @@ def test_the_source_stays_small() -> None:
     50 head the modules of sweeps, of weights and of the device's state, 424 carry messages by copy engines,
     106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
     kernels read, 36 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
-    that is seldom finite, 41 tell ranks of what one cannot take, count what ranks compute, and read negated features;
+    that is seldom finite, 41 tell ranks of what one cannot take, count what ranks compute, and read negated features,
+    10 keep files of comparisons that would lose some;
     850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
@@ -246,5 +249,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_270, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_100 and pages <= 850 and step <= 3_504
+    assert rest <= 25_280, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert door <= 1_100 and pages <= 850 and step <= 3_526

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7dc75424d7772c12852bf708760357d41819a7997bb52f3aedb846bff97f25a8",
+    "digest": "9592583ed35a8db2bc6a18a415ced8cdd4e5827114960d4c19f9b75dad23302a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

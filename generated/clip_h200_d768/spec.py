@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c1b11f9b9ef0082c3260c4db4d2560ab6ba5cc2ba9570f6972d6a7dea6393e73",
+    "digest": "3920c70f85f268cab1b4bf062e256aa43b2b085e7ce53cb934437bbafd2b3e61",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

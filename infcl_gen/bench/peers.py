@@ -66,6 +66,8 @@ def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, .
     if given == ["none"]:
         return ()
     for name in given:
+        if name in ("all", "none"):
+            raise InputError(f"--against: {name} stands alone")
         if name not in PEERS:
             raise InputError(f"--against: {show(name)} is unknown{suggestion(name, [*PEERS, 'all', 'none'])}")
         if name not in able:

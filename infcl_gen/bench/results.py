@@ -50,6 +50,12 @@ def planned_figures(spec: Mapping[str, Any], times: bool) -> Row:
     }
 
 
+def lost(path: Path, absent: Iterable[str]) -> list[str]:
+    """Implementations that a written file has measured, and that another measurement there would lose."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return sorted({row["impl"] for row in rows}.intersection(absent))
+
+
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write a `measurement` or `document` atomically. Raises ValueError for NaN or infinity, OSError."""
     write_file(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())

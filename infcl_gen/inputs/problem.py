@@ -51,7 +51,7 @@ class Problem:
     keys                 number of keys, N; None: as many as queries. A count equal to `batch_size` becomes None.
     loss                 the name of a built-in loss, FILE.py:NAME, or a LossSpec.
     frozen               the side that needs no gradient: nothing is planned for it.
-    memory_budget_bytes  None lets the planner take what helps, up to 1/8 of the device's memory.
+    memory_budget_bytes  None: what helps, up to 1/8 of the device's memory, but no stash.
     device_profile       a name, the path of a TOML file, or "auto".
     prefixes             counts of first columns, or pairs of count and weight, over which the loss is added up.
     renormalise          whether similarities of a prefix are cosines of its columns.

@@ -43,9 +43,7 @@ _OWN = {
 _STATES = "query_state", "key_state"
 _OF_KEYS = "key_weight", "key_state"  # which stand beside the numbers of queries
 _NAMES = "image_features", "text_features", "logit_scale", "logit_bias"  # as NAMES, in the signature of modules
-UNREDUCED = (
-    'reduction is an argument of contrastive_loss: ContrastiveLoss is the mean, or takes LossSpec(reduction="none")'
-)
+UNREDUCED = "ContrastiveLoss is the mean over the batch; contrastive_loss(..., reduction=...) has others"
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

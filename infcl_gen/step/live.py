@@ -78,7 +78,7 @@ def plan_step(
     batch_norm   "micro-batch" accepts normalisation over micro-batches: gradients are then not those of the batch
     group        as for `contrastive_loss`
     costs        instead of measuring: what an earlier plan measured (`plan.problem.costs`), a FILE.toml with it, or
-                 the name of a profile: "vit_b_32-h200"
+                 the name of a profile: "vit_b_32-h200"; with those of another device the plan does not run
     device_profile   the device that towers without values, made under FakeTensorMode, are planned for: "h200"; costs
                  are estimated then, and the plan does not run
 
@@ -108,6 +108,8 @@ def plan_step(
     mode = fake_mode_of(context.everything)
     if mode is not None and (targets is not None or callable(loss)):
         raise InputError("loss: towers without values are planned with a built-in loss, or with FILE.py:NAME")
+    if mode is None and device_profile is not None:
+        raise InputError("device_profile: is for towers without values, made under FakeTensorMode; leave it out")
     probe = Probe if mode is None else probe_for(device_profile)
     asked = None if batch_size is None else parse_count(batch_size, "batch_size")
     for name, count in (("batch_size", asked), ("micro_batch", micro_batch)):
@@ -130,6 +132,10 @@ def plan_step(
                 bound = bare._replace(towers=(_of_mean(context, runs[0], mean, inputs[0], targets),))
                 inputs = [(inputs[0], targets)]
         given = _given_costs(costs, len(runs), targets is not None)
+        elsewhere = given is not None and given.device != probe.profile(context.device)
+        widths = {each.features.shape[1:].numel() for each in bound.towers}
+        if given and not (elsewhere or given.with_targets or given.dim in widths):
+            raise InputError(f"costs: are of features of D = {given.dim}; the towers give {min(widths)}")
         measured = given or context.told(measure(bound, inputs, context.names, limits, probe))
     if targets is not None:
         losses = None
@@ -146,7 +152,7 @@ def plan_step(
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
         host_memory_bytes=host_memory_of(host_memory, context.least, here=mode is None),
     )  # fmt: skip
-    return plan if mode is not None else dataclasses.replace(plan, make_step=make)
+    return plan if elsewhere or mode is not None else dataclasses.replace(plan, make_step=make)
 
 
 def _listed(value: Any, fits: Callable[[Any], bool] = lambda each: True) -> bool:
@@ -172,7 +178,13 @@ def _check_meaning(
     if targets is None and isinstance(loss, nn.modules.loss._Loss):
         raise InputError(f"loss: {type(loss).__name__} compares outputs with targets; give targets= of the example")
     if targets is None and isinstance(loss, str) and len(runs) != 2:
-        raise InputError(f"towers: {loss!r} compares the features of two towers, and {len(runs)} were given")
+        raise InputError(
+            f"towers: a loss by its name takes two, and {len(runs)} were given; give a function of their features: "
+            f"loss=lambda a, scale: infcl_gen.contrastive_loss(a, None, scale, loss={loss!r})"
+        )
+    for name, value in (("scale", scale), ("bias", bias)):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            raise InputError(f"{name}: a tensor with a graph serves one step; give a function: lambda: log_scale.exp()")
     for each in inputs:
         if isinstance(each, Samples) and not (isinstance(each, Ragged) and targets is None):
             raise InputError(f"example: {type(each).__name__} are inputs of a step; give a tensor of some samples")

@@ -197,11 +197,18 @@ class PlannedLoss:
         if (samples, budget) not in self._plans:
             # A batch that is too large has budgets beyond the device: `choose` compares what it needs.
             self._plans[samples, budget] = plan = plan_problem(self.problem(samples, budget), any_budget=True)[0]
+            loss, named = self._flags["loss"], f"loss={self._flags['loss']!r}"
             if plan.traits.triangle:
                 raise InputError(
-                    f"loss: {self._flags['loss']} has one side; for several towers give a function that joins their "
-                    "features: lambda a, b, scale: infcl_gen.contrastive_loss(torch.cat([a, b]), None, scale, "
-                    f"loss={self._flags['loss']!r})"
+                    f"loss: {loss} compares rows of one tensor; plan_step takes a function that joins the features of "
+                    f"towers: lambda a, b, scale: infcl_gen.contrastive_loss(torch.cat([a, b]), None, scale, {named})"
+                )
+            traits = plan.traits
+            needs = ["query_ids", "key_ids"] * traits.ids + ["guide_queries", "guide_keys"] * traits.guide
+            if needs := [*needs, *traits.vectors, *traits.scaled]:
+                raise InputError(
+                    f"loss: {loss} needs {' and '.join(needs)}, which a step does not pass; plan_step takes a function "
+                    f"that does: lambda a, b, scale: infcl_gen.contrastive_loss(a, b, scale, {named}, {needs[0]}=...)"
                 )
         return self._plans[samples, budget]
 

@@ -22,7 +22,7 @@ EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 49}, "ring": {"cpu
 MOST_PROCESSES = 8
 LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
-HELD = {"repeats": "the same bits twice", "NaN": "where it leads in the reference"}
+HELD = {"repeats": "the same bits twice", "NaN": "in the same results as in the reference"}
 MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size is not run
 MEMORY_INPUTS_BYTES = 4 << 30
 

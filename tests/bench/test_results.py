@@ -11,7 +11,7 @@ import pytest
 
 import infcl_gen
 from infcl_gen.bench.plots import check_plot, plot
-from infcl_gen.bench.results import FIELDS, IDENTITY, absences, measurement, table, write_results
+from infcl_gen.bench.results import FIELDS, IDENTITY, absences, lost, measurement, table, write_results
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import checksum
 from tests.bench.rows import measure_package, rows_of_several_points
@@ -42,6 +42,13 @@ def test_results_are_valid_json_and_written_at_once(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_what_a_measurement_without_some_would_lose(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert lost(file, ["torch"]) == []
+    file.write_text(json.dumps({"rows": [{"impl": "torch"}, {"impl": "quack"}, {"impl": "torch"}]}))
+    assert lost(file, ["torch", "quack", "memeff"]) == ["quack", "torch"] and lost(file, ["memeff"]) == []
+
+
 def test_plots(tmp_path: Path) -> None:
     svg, png = tmp_path / "new" / "p.svg", tmp_path / "p.png"
     for path in (svg, png):

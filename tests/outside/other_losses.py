@@ -1,6 +1,7 @@
 """Losses of other libraries as oracles of this project's: same value, same gradients, on the CPU.
 
-python -m tests.outside.other_losses       all comparisons of installed libraries; writes tune/bench/cpu-oracles.json
+python -m tests.outside.other_losses       all comparisons of installed libraries; writes tune/bench/cpu-oracles.json if
+                                           none is absent that the file has
 python -m pytest tests/outside/test_other_losses.py     the same; a library that is not installed is skipped by name
 
 Both losses get the same features, scale and bias, in fp32 and in fp64. Errors of value, dq, dk, dscale and dbias are
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.results import measurement, write_results
+from infcl_gen.bench.results import lost, measurement, write_results
 from infcl_gen.files import load_file
 from infcl_gen.processes import Seat, run_ranks
 
@@ -472,7 +473,10 @@ def main() -> int:
     for why in absent.values():
         print(f"absent: {why}")
     libraries = sorted({one.distribution for one in here})
-    write_results(OUTPUT, measurement(rows, "python -m tests.outside.other_losses", absent, libraries))
+    if missing := lost(OUTPUT, absent):
+        print(f"{OUTPUT.name} is left as it is: it has {', '.join(missing)}, too")
+    else:
+        write_results(OUTPUT, measurement(rows, "python -m tests.outside.other_losses", absent, libraries))
     return int(failed > 0)
 
 

@@ -211,7 +211,9 @@ def test_problems_and_steps_that_are_refused() -> None:
         with pytest.raises(InputError, match=why):
             infcl_gen.plan(loss="ntxent", batch_size=64, dim=DIM, device_profile="h200", set=settings)
     towers = [torch.nn.Linear(4, DIM, device="cpu") for _ in range(2)]
-    with pytest.raises(InputError, match=r"loss: ntxent has one side; .*contrastive_loss\(torch.cat\(\[a, b\]\), None"):
+    with pytest.raises(
+        InputError, match=r"loss: ntxent compares rows of one tensor; .*contrastive_loss\(torch.cat\(\[a, b\]\), None"
+    ):
         infcl_gen.plan_step(towers, [torch.randn(8, 4)] * 2, loss="ntxent", batch_size=8, memory="1GiB")
 
 

@@ -311,6 +311,8 @@ def test_costs_may_be_given(tmp_path: Path) -> None:
 def test_costs_may_be_of_a_built_in_profile() -> None:
     plan = planned(wide()[0], "80GB", costs="vit_b_32-h200")
     assert plan.problem.costs.measured.startswith("open_clip ViT-B-32") and plan.predicted_time_s > 0
+    with pytest.raises(InputError, match="a plan from a profile or an estimate has no towers to run"):
+        plan.step()
     with pytest.raises(InputError, match=r"costs: 'vit' is neither .*; valid: vit_b_16-h200, "):
         planned(wide()[0], "80GB", costs="vit")
 
@@ -414,7 +416,34 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "towers as text": (lambda m, x: ("image", x, {}), "towers: expected modules, methods or functions, got 'image'"),
     "no towers": (lambda m, x: ([], x, {}), r"towers: expected modules, methods or functions, got \[\]"),
-    "one tower": (lambda m, x: (m.image, x[0], {}), "'clip' compares the features of two towers, and 1 were given"),
+    "one tower": (
+        lambda m, x: (m.image, x[0], {}),
+        "a loss by its name takes two, and 1 were given; .*contrastive_loss",
+    ),
+    "a loss with ids": (
+        lambda m, x: ([m.image, m.text], x, {"loss": "gemini"}),
+        r"gemini needs query_ids and key_ids and negatives, which a step does not pass; .*'gemini', query_ids=\.\.\.\)",
+    ),
+    "a loss with a guide": (
+        lambda m, x: ([m.image, m.text], x, {"loss": "distill"}),
+        "distill needs guide_queries and guide_keys, which a step does not pass",
+    ),
+    "a scale with a graph": (
+        lambda m, x: ([m.image, m.text], x, {"scale": nn.Parameter(torch.zeros(())).exp()}),
+        r"scale: a tensor with a graph serves one step; give a function: lambda: log_scale\.exp\(\)",
+    ),
+    "a device of towers with values": (
+        lambda m, x: ([m.image, m.text], x, {"device_profile": "h200"}),
+        "device_profile: is for towers without values",
+    ),
+    "costs of other features": (
+        lambda m, x: (
+            [lambda image: m.image(image)[:, :3], lambda text: m.text(text)[:, :3]],
+            x,
+            {"model": m, "costs": wide()[1].problem.costs},
+        ),
+        r"costs: are of features of D = \d+; the towers give 3",
+    ),
     "towers of two widths": (
         lambda m, x: ([m.image, lambda text: m.text(text)[:, :3]], x, {"model": m}),
         "gives 3 features; 'clip' compares features of one width",

@@ -141,6 +141,12 @@ def test_ranks_with_uneven_parts(rows: tuple[int, ...], package_cache: str) -> N
         assert answer["error"] < 1e-12 and answer["value"] < 1e-12
 
 
+def focal(outputs: Any, targets: Any) -> Any:
+    """Of the mean entropy, a common mistake: before training parts add up to 1e-8 of the whole."""
+    entropy = nn.functional.cross_entropy(outputs, targets)
+    return (1 - (-entropy).exp()) ** 2 * entropy
+
+
 def coupled(outputs: Tensor, targets: Tensor) -> Tensor:
     """A contrast between samples."""
     return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
@@ -148,6 +154,7 @@ def coupled(outputs: Tensor, targets: Tensor) -> Tensor:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a contrastive loss": ({"loss": coupled}, "no mean over samples. Say what it is divided by: denominator=lambda"),
+    "focal loss of a mean": ({"loss": focal}, "no mean over samples. Say what it is divided by"),
     "a sum": ({"loss": nn.CrossEntropyLoss(reduction="sum")}, 'reduction="sum" is no mean over samples'),
     "a name": ({"loss": "clip"}, "loss: 'clip' has no targets"),
     "a loss of each sample": ({"loss": lambda outputs, _: outputs.sum(1)}, r"loss: gave \(23,\); expected one number"),
