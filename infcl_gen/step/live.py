@@ -78,7 +78,7 @@ def plan_step(
     batch_norm   "micro-batch" accepts normalisation over micro-batches: gradients are then not those of the batch
     group        as for `contrastive_loss`
     costs        instead of measuring: what an earlier plan measured (`plan.problem.costs`), a FILE.toml with it, or
-                 the name of a profile: "vit_b_32-h200"; with those of another device the plan does not run
+                 the name of a profile: "vit_b_32-h200"; with costs of another device a plan of a named loss has no step
     device_profile   the device that towers without values, made under FakeTensorMode, are planned for: "h200"; costs
                  are estimated then, and the plan does not run
 
@@ -152,7 +152,8 @@ def plan_step(
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
         host_memory_bytes=host_memory_of(host_memory, context.least, here=mode is None),
     )  # fmt: skip
-    return plan if elsewhere or mode is not None else dataclasses.replace(plan, make_step=make)
+    runs_here = mode is None and not (elsewhere and isinstance(loss, str))  # such a loss is planned for their device
+    return dataclasses.replace(plan, make_step=make) if runs_here else plan
 
 
 def _listed(value: Any, fits: Callable[[Any], bool] = lambda each: True) -> bool:
