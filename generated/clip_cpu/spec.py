@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9592583ed35a8db2bc6a18a415ced8cdd4e5827114960d4c19f9b75dad23302a",
+    "digest": "848ccd125605ea31dcad961352d0803e96b038874830c20c0ac2b522da31c856",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

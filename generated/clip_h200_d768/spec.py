@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "3920c70f85f268cab1b4bf062e256aa43b2b085e7ce53cb934437bbafd2b3e61",
+    "digest": "b1a0bef8fb28fceeb227c30c6f8acac0e5e8189726df2816770274172c9bf003",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

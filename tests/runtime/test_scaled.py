@@ -33,6 +33,24 @@ def drawn(package: ModuleType, seed: int = 1, rows: int = 70) -> Inputs:
     return inputs_of(package, Case(rows, keys, 8, "fp64", 3.0, -1.0, seed=seed))
 
 
+def test_a_graph_of_gradients_is_built_as_on_gpus(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: products that are written to a given tensor there, too, which torch refuses."""
+    package = packages("tempered_infonce")
+    module = importlib.import_module(f"{package.__name__}._runtime.scaled")
+    monkeypatch.setattr(module, "WITHOUT_COPIES", ("cpu", "cuda"))
+    given, leaves = {"key_scale": S.flip(0)}, [X.clone().requires_grad_(), S.clone().requires_grad_()]
+
+    def loss(q: Tensor, query_scale: Tensor) -> Tensor:
+        found: Tensor = package.contrastive_loss(q, X, 14.3, query_scale=query_scale, **given)
+        return found
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    graphed = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    transformed = torch.func.grad(loss, argnums=(0, 1))(*(x.detach() for x in leaves))
+    for ours, theirs in zip((*graphed, *transformed), expected * 2, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_device_against_the_definition(packages: Packages, loss: str, seed: int) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 STRIP_ROWS = 4096  # at a time, where a temporary is wider than the features
+WITHOUT_COPIES = ("cuda",)  # devices that compute in the wider dtype without one, if no graph is built
 
 
 def times_rows(x: Tensor, numbers: Tensor) -> Tensor:
     """x (rows, D), of any strides, times `numbers` (rows,) of a dtype at least as wide: contiguous, of x's dtype."""
     out = x.new_empty(x.shape)
-    if x.is_cuda and not torch.is_grad_enabled():  # computed in the wider dtype, without a copy
+    if x.device.type in WITHOUT_COPIES and not torch.is_grad_enabled():
         return torch.mul(x, numbers[:, None], out=out)
     for start in range(0, x.shape[0], STRIP_ROWS):
         strip = slice(start, start + STRIP_ROWS)
