@@ -141,12 +141,6 @@ def test_ranks_with_uneven_parts(rows: tuple[int, ...], package_cache: str) -> N
         assert answer["error"] < 1e-12 and answer["value"] < 1e-12
 
 
-def focal(outputs: Any, targets: Any) -> Any:
-    """Of the mean entropy, a common mistake: before training parts add up to the whole but for 1e-6."""
-    entropy = nn.functional.cross_entropy(outputs / 16, targets)  # as small as before training
-    return (1 - (-entropy).exp()) ** 2 * entropy
-
-
 def coupled(outputs: Tensor, targets: Tensor) -> Tensor:
     """A contrast between samples."""
     return cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
@@ -154,7 +148,6 @@ def coupled(outputs: Tensor, targets: Tensor) -> Tensor:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a contrastive loss": ({"loss": coupled}, "no mean over samples. Say what it is divided by: denominator=lambda"),
-    "focal loss of a mean": ({"loss": focal}, "no mean over samples. Say what it is divided by"),
     "a sum": ({"loss": nn.CrossEntropyLoss(reduction="sum")}, 'reduction="sum" is no mean over samples'),
     "a name": ({"loss": "clip"}, "loss: 'clip' has no targets"),
     "a loss of each sample": ({"loss": lambda outputs, _: outputs.sum(1)}, r"loss: gave \(23,\); expected one number"),
@@ -177,6 +170,21 @@ def test_what_is_no_mean_over_samples_is_refused(what: str) -> None:
     given: dict[str, Any] = {"targets": targets.clamp(min=0), "loss": nn.CrossEntropyLoss(), "batch_size": ROWS}
     with pytest.raises(InputError, match=message):
         infcl_gen.plan_step(classifier(), memory="1GiB", **{"example": inputs, **given, **options})
+
+
+def test_a_mistake_that_is_smaller_than_roundings_of_fp32_is_found() -> None:
+    """Focal loss of the mean entropy. Before training its parts add up to the whole but for 2e-6 of it."""
+
+    def focal_of_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+        entropy = cross_entropy(outputs, targets)
+        return (1 - (-entropy).exp()) ** 2 * entropy
+
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(64, 10, generator=generator) / 4
+    targets = torch.randint(0, 10, (64,), generator=generator)
+    with pytest.raises(InputError, match="no mean over samples"):
+        MeanLoss(focal_of_mean, None).check(outputs, targets)
+    assert MeanLoss(cross_entropy, None).check(outputs, targets) == torch.float32
 
 
 def test_several_towers_have_no_targets() -> None:
