@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from infcl_gen.errors import InputError
+from infcl_gen.inputs.problem import MAX_BATCH
+from infcl_gen.inputs.text import check_integer, show
 from infcl_gen.step.plan import MicroBatch
 
 AHEAD = 1  # micro-batches that are on their way while one is computed
@@ -22,10 +24,13 @@ class Samples:
     device.
 
     Cached samples are made twice, and have to be the same. `make` runs in a thread of its own, one micro-batch ahead;
-    it draws from no generator that towers draw from.
+    it draws from no generator that towers draw from. Raises InputError for what is no count, or no function.
     """
 
     def __init__(self, count: int, make: Callable[[slice], Any]) -> None:
+        check_integer("Samples", count, 0, MAX_BATCH)
+        if not callable(make):
+            raise InputError(f"Samples: expected a function of a slice, got {show(make)}")
         self.count, self.make = count, make
 
     @classmethod

@@ -100,6 +100,19 @@ def test_wrong_micro_batches_are_refused(parts: Any, message: str) -> None:
         TrainingStep(mixed(), model_of(pair()))(iter(parts))
 
 
+@pytest.mark.parametrize(
+    ("count", "make", "message"),
+    [
+        (-4, list, "Samples: -4 is out of range; valid: 0 to"),
+        ("4", list, "Samples: expected an integer from 0 to .*, got '4'"),
+        (4, 5, "Samples: expected a function of a slice, got 5"),
+    ],
+)
+def test_what_are_no_samples(count: Any, make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Samples(count, make)
+
+
 def test_errors_of_what_makes_samples_are_the_step_s() -> None:
     def make(rows: slice) -> Tensor:
         raise OSError("the disk is gone")
