@@ -219,7 +219,7 @@ def test_a_module_is_refused_where_it_is_made() -> None:
         (infcl_gen.InputError, "^prefixes: 8, 2 do not grow", {"prefixes": [8, 2]}),
         (infcl_gen.InputError, r"^prefixes: \[\] are no counts of columns", {"prefixes": []}),
         (infcl_gen.InputError, "^renormalise: cosines are of prefixes; give prefixes", {"renormalise": True}),
-        (TypeError, "^reduction is an argument of contrastive_loss", {"reduction": "none"}),
+        (TypeError, "^ContrastiveLoss is the mean over the batch", {"reduction": "none"}),
         (infcl_gen.InputError, "; did you mean 'infonce'[?]$", {"loss": "infoNCE"}),
         (infcl_gen.InputError, "not for sums over pairs", {"loss": "siglip", "prefixes": [2, 8]}),
         (ValueError, "^grad_sync must be one of", {"grad_sync": "avg"}),

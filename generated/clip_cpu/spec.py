@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "848ccd125605ea31dcad961352d0803e96b038874830c20c0ac2b522da31c856",
+    "digest": "0cee0970485a134c4072f0445691688fa122eb2dfc4de68e1c2d00830a0874c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "b1a0bef8fb28fceeb227c30c6f8acac0e5e8189726df2816770274172c9bf003",
+    "digest": "64da7ed55d7677ec8e9632e6a8e5f8347be739791ad5431ea89840398ce43112",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -185,7 +185,7 @@ def _instead(error: BaseException) -> str:
     types = itertools.chain(*re.findall(r"'(\w+)' (?:object|and)\b|\bnot (\w+)", str(error)))
     named = any(map(_is_of_formulas, types))
     if str(error).startswith("Unknown options"):
-        return "; of keywords logsumexps take where=, a weight of each pair"
+        return "; no function takes that keyword: logsumexps take where=, a weight of each pair"
     wrong_count = re.search(r"takes .* argument", str(error))
     refused = isinstance(error, TypeError | ValueError | AttributeError | RuntimeError) and not wrong_count
     of_numbers = re.search("convert expression to float|must be Tensor", str(error))

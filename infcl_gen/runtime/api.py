@@ -539,18 +539,20 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
         if value.shape not in ((), (1,)) or value.is_complex() or value.dtype == torch.bool:
             real = f"{name} must be a tensor of one real number, 0-dim or of shape (1,)"
             raise ValueError(f"{real}, not {value.dtype} of shape {_shape(value)}")
-        value = value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
+        value = value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda).resolve_neg()
         return value.reshape(()) if value.dim() else value
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, _REAL)):  # `Real` takes 5 us
         raise TypeError(f"{name} must be a number or a tensor of one, not {type(value).__name__}")
-    known = not isinstance(value, torch.SymFloat | torch.SymInt)
-    if known and abs(value) > torch.finfo(dtype).max and abs(value) != math.inf:
-        raise ValueError(f"{name} must be a number that {dtype} can hold, not {value!r:.40}")
     # Uncached: a tensor made under torch.func, or in a graph being captured, is invalid outside of it.
     if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
     stream = replay.raw_stream(q.device) if q.is_cuda else 0
-    return _constant(float(value), dtype, q.device, stream)
+    try:
+        return _constant(float(value), dtype, q.device, stream)
+    except (OverflowError, RuntimeError) as error:
+        if "overflow" not in str(error) and not isinstance(error, OverflowError):
+            raise
+        raise ValueError(f"{name} must be a number that {dtype} can hold: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,10 +29,10 @@ class Samples:
     """
 
     def __init__(self, count: int, make: Callable[[slice], Any]) -> None:
-        check_integer("Samples", count, 0, MAX_BATCH)
         if not callable(make):
             raise InputError(f"Samples: expected a function of a slice, got {show(make)}")
-        self.count, self.make = count, make
+        integer = int(count) if isinstance(count, numbers.Integral) else count
+        self.count, self.make = check_integer("Samples", integer, 0, MAX_BATCH), make
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ from infcl_gen.step.estimate import fake_mode_of, faked, probe_for
 from infcl_gen.step.executor import Model, Number, Tower, TrainingStep
 from infcl_gen.step.feed import Ragged, Samples, form_of, moved, on_host, part_of, rows_of
 from infcl_gen.step.means import MeanLoss, MeanStep
-from infcl_gen.step.measure import SMALLEST, Limits, MeasuredLoss, Probe, measure, unchanged
+from infcl_gen.step.measure import DTYPE_NAMES, SMALLEST, Limits, MeasuredLoss, Probe, measure, unchanged
 from infcl_gen.step.plan import TREATMENTS
 from infcl_gen.step.planner import PlannedLoss, StepPlan, check_treatments, plan_from_costs
 from infcl_gen.step.state import autocast_in, is_generator
@@ -133,9 +133,11 @@ def plan_step(
                 inputs = [(inputs[0], targets)]
         given = _given_costs(costs, len(runs), targets is not None)
         elsewhere = given is not None and given.device != probe.profile(context.device)
-        widths = {each.features.shape[1:].numel() for each in bound.towers}
-        if given and not (elsewhere or given.with_targets or given.dim in widths):
-            raise InputError(f"costs: are of features of D = {given.dim}; the towers give {min(widths)}")
+        if given and not (elsewhere or given.with_targets):
+            _check_features(given, bound.towers[0].features)
+        runs_here = mode is None and not (elsewhere and isinstance(loss, str))  # it is planned for the costs' device
+        if runs_here and isinstance(loss, str):
+            _check_needs(loss)
         measured = given or context.told(measure(bound, inputs, context.names, limits, probe))
     if targets is not None:
         losses = None
@@ -152,7 +154,6 @@ def plan_step(
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
         host_memory_bytes=host_memory_of(host_memory, context.least, here=mode is None),
     )  # fmt: skip
-    runs_here = mode is None and not (elsewhere and isinstance(loss, str))  # such a loss is planned for their device
     return dataclasses.replace(plan, make_step=make) if runs_here else plan
 
 
@@ -196,6 +197,29 @@ def _check_meaning(
     contrastive = not isinstance(scale, int | float) or scale != 1 or bias is not None or {*treatments} != {*TREATMENTS}
     if targets is not None and contrastive:
         raise InputError("scale, bias, treatments: are of a contrastive loss; a loss with targets has none of them")
+
+
+def _check_features(costs: StepCosts, features: Tensor) -> None:
+    """Raises InputError where given costs are of other features than towers give here."""
+    dim, dtype = features.shape[1:].numel(), DTYPE_NAMES[features.dtype]
+    if (costs.dim, costs.dtype) != (dim, dtype):
+        raise InputError(
+            f"costs: are of features of D = {costs.dim} in {costs.dtype}; the towers give {dim} in {dtype}"
+        )
+
+
+def _check_needs(loss: str) -> None:
+    """Raises InputError for a loss by its name that takes more than features, scale and bias."""
+    from infcl_gen.losses import derive, load_loss  # with SymPy
+
+    traits = derive(load_loss(loss)).traits
+    needs = ["query_ids", "key_ids"] * traits.ids + ["guide_queries", "guide_keys"] * traits.guide
+    needs += [*traits.vectors, *traits.scaled]
+    if needs and not traits.triangle:
+        raise InputError(
+            f"loss: {loss} needs {' and '.join(needs)}, which a step does not pass; give a function that does: "
+            f"lambda a, b, scale: infcl_gen.contrastive_loss(a, b, scale, loss={loss!r}, {needs[0]}=...)"
+        )
 
 
 def _given_costs(costs: Any, towers: int, with_targets: bool) -> StepCosts | None:

@@ -7,6 +7,7 @@ targets alone decide. A mean of the micro-batches' means would weigh samples of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -27,6 +28,8 @@ _OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _OVER_ELEMENTS = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
 )  # fmt: skip
+
+WIDENED = 1 << 20  # numbers of an example that are taken in fp64
 
 
 class MeanLoss:
@@ -67,11 +70,13 @@ class MeanLoss:
         rows = rows_of(targets, "targets")
         if rows < 3:
             raise InputError(f"example: {rows} samples; at least 3 are needed to see that the loss is a mean over them")
-        loss, wide = self.sum_of(outputs, targets), (_widened(outputs), _widened(targets))
-        try:
-            whole = self.sum_of(*wide)
-        except RuntimeError:  # it has weights of its own, of another dtype
-            whole, wide = loss, (outputs, targets)
+        loss = whole = self.sum_of(outputs, targets)
+        wide = outputs, targets
+        with contextlib.suppress(Exception):  # as a loss with weights of its own, of another dtype
+            count = min(rows, max(3, WIDENED // max(1, outputs.numel() // rows)))
+            few = _widened(outputs[:count]), _widened(part_of(targets, slice(0, count)))
+            if float(self.denominator(few[1])):
+                whole, wide, rows = self.sum_of(*few), few, count
         cuts = itertools.pairwise((0, 1, rows // 2 + 1, rows))
         parts = [tuple(part_of(each, slice(first, last)) for each in wide) for first, last in cuts]
         total = sum(float(self.sum_of(*part)) for part in parts if float(self.denominator(part[1])))

@@ -59,7 +59,7 @@ class Limits(NamedTuple):
     agree: Callable[[bool], bool]
 
 
-_DTYPES = {getattr(torch, word): flag for flag, word in TORCH_DTYPES.items()}
+DTYPE_NAMES = {getattr(torch, word): flag for flag, word in TORCH_DTYPES.items()}
 
 
 def measure(
@@ -81,7 +81,7 @@ def measure(
         device=probe_of.profile(model.device),
         towers=tuple(costs for costs, _ in found),
         dim=math.prod(features.shape[1:]),
-        dtype=_DTYPES[features.dtype],
+        dtype=DTYPE_NAMES[features.dtype],
         parameter_bytes=sum(each.nbytes for each in (*parameters, *buffers)),  # of a DTensor: all shards
         gradient_bytes=sum(each.nbytes for each in trained),
         cast_bytes=sum(cast for _, cast in found),

@@ -203,13 +203,6 @@ class PlannedLoss:
                     f"loss: {loss} compares rows of one tensor; plan_step takes a function that joins the features of "
                     f"towers: lambda a, b, scale: infcl_gen.contrastive_loss(torch.cat([a, b]), None, scale, {named})"
                 )
-            traits = plan.traits
-            needs = ["query_ids", "key_ids"] * traits.ids + ["guide_queries", "guide_keys"] * traits.guide
-            if needs := [*needs, *traits.vectors, *traits.scaled]:
-                raise InputError(
-                    f"loss: {loss} needs {' and '.join(needs)}, which a step does not pass; plan_step takes a function "
-                    f"that does: lambda a, b, scale: infcl_gen.contrastive_loss(a, b, scale, {named}, {needs[0]}=...)"
-                )
         return self._plans[samples, budget]
 
 

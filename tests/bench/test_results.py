@@ -41,7 +41,6 @@ def test_results_are_valid_json_and_written_at_once(tmp_path: Path, monkeypatch:
     assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_what_a_measurement_without_some_would_lose(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert lost(file, ["torch"]) == []
@@ -49,6 +48,7 @@ def test_what_a_measurement_without_some_would_lose(tmp_path: Path) -> None:
     assert lost(file, ["torch", "quack", "memeff"]) == ["quack", "torch"] and lost(file, ["memeff"]) == []
 
 
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_plots(tmp_path: Path) -> None:
     svg, png = tmp_path / "new" / "p.svg", tmp_path / "p.png"
     for path in (svg, png):

@@ -710,7 +710,7 @@ BUGS: dict[str, Bug] = {
     ),
     "features that torch.func has left wrapped are taken as they are": Bug(
         Made("panel", settings=(("replay", "off"),)),
-        (("_runtime/package.py", "            q = q.to(dtype)\n", ""),),
+        (("_runtime/package.py", "            q = q.to(dtype).resolve_neg()\n", ""),),
         checks.left_of_a_transform,
         (),
     ),

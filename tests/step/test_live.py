@@ -442,7 +442,7 @@ WRONG: dict[str, tuple[Any, str]] = {
             x,
             {"model": m, "costs": wide()[1].problem.costs},
         ),
-        r"costs: are of features of D = \d+; the towers give 3",
+        r"costs: are of features of D = \d+ in fp32; the towers give 3 in fp32",
     ),
     "towers of two widths": (
         lambda m, x: ([m.image, lambda text: m.text(text)[:, :3]], x, {"model": m}),

@@ -75,6 +75,7 @@ def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Te
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
     """`engine.backward`, recorded if the package's recording is of this kind, whichever forward it has run last."""
+    upstream = upstream.resolve_neg()  # kernels read memory as it is
     alone = package.replay and call.options.reduction != "none" and not saved.layout.shape[0]
     if alone and not package.at_once(1) and not saved.stash.numel():
         recorder = _recorder(package, call)
