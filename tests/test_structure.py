@@ -225,7 +225,7 @@ def test_the_source_stays_small() -> None:
     numbers beyond a range, roundings of one sign and tiles of a stash, 20 for what ranks and wrong calls are
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
-    3 555 plan and run training steps, 15 of which remember costs, 10 count states and comparisons, 51 refuse what would
+    3 560 plan and run training steps, 15 of which remember costs, 10 count states and comparisons, 56 refuse what would
     fail in the first step;
     1 100 are what users meet first, 8 of which load what threads have built, 11 keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
@@ -241,7 +241,7 @@ def test_the_source_stays_small() -> None:
     106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
     kernels read, 36 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
     that is seldom finite, 44 tell ranks of what one cannot take, count what ranks compute, and read negated tensors,
-    11 keep files of comparisons that would lose some;
+    12 keep files of comparisons that would lose some;
     850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
@@ -249,5 +249,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_284, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_100 and pages <= 850 and step <= 3_555
+    assert rest <= 25_285, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert door <= 1_100 and pages <= 850 and step <= 3_560

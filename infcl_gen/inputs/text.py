@@ -87,7 +87,8 @@ def parse_prefixes(value: object, flag: str = "--prefixes") -> tuple[tuple[int, 
     if isinstance(value, str):
         if re.search(r"\w\s+\w", value):
             raise InputError(f"{flag}: {show(value)}: counts are separated by commas; give for example 96,192,384,768")
-        value = [each.split(":") if ":" in each else each for each in map(str.strip, value.split(","))]
+        words = [[word.strip() for word in each.split(":")] for each in value.split(",")]
+        value = [each if len(each) > 1 else each[0] for each in words]
     if isinstance(value, Mapping):
         value = list(value.items())
     if not isinstance(value, list | tuple) or value == []:

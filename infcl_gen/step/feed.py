@@ -31,8 +31,8 @@ class Samples:
     def __init__(self, count: int, make: Callable[[slice], Any]) -> None:
         if not callable(make):
             raise InputError(f"Samples: expected a function of a slice, got {show(make)}")
-        integer = int(count) if isinstance(count, numbers.Integral) else count
-        self.count, self.make = check_integer("Samples", integer, 0, MAX_BATCH), make
+        integral = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+        self.count, self.make = check_integer("Samples", int(count) if integral else count, 0, MAX_BATCH), make
 
     @classmethod
     def of(

@@ -134,7 +134,7 @@ def plan_step(
         given = _given_costs(costs, len(runs), targets is not None)
         elsewhere = given is not None and given.device != probe.profile(context.device)
         if given and not (elsewhere or given.with_targets):
-            _check_features(given, bound.towers[0].features)
+            _check_features(given, bound.towers[0].features, loss)
         runs_here = mode is None and not (elsewhere and isinstance(loss, str))  # it is planned for the costs' device
         if runs_here and isinstance(loss, str):
             _check_needs(loss)
@@ -199,12 +199,13 @@ def _check_meaning(
         raise InputError("scale, bias, treatments: are of a contrastive loss; a loss with targets has none of them")
 
 
-def _check_features(costs: StepCosts, features: Tensor) -> None:
-    """Raises InputError where given costs are of other features than towers give here."""
+def _check_features(costs: StepCosts, features: Tensor, loss: Any) -> None:
+    """Raises InputError where given costs are of other features than towers give here. A named loss has their dtype."""
     dim, dtype = features.shape[1:].numel(), DTYPE_NAMES[features.dtype]
-    if (costs.dim, costs.dtype) != (dim, dtype):
+    if costs.dim != dim or (isinstance(loss, str) and costs.dtype != dtype):
         raise InputError(
-            f"costs: are of features of D = {costs.dim} in {costs.dtype}; the towers give {dim} in {dtype}"
+            f"costs: are of features of D = {costs.dim} in {costs.dtype}; the towers give {dim} in {dtype}: plan with "
+            "the autocast that costs were measured under"
         )
 
 

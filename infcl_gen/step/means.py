@@ -70,25 +70,29 @@ class MeanLoss:
         rows = rows_of(targets, "targets")
         if rows < 3:
             raise InputError(f"example: {rows} samples; at least 3 are needed to see that the loss is a mean over them")
-        loss = whole = self.sum_of(outputs, targets)
-        wide = outputs, targets
-        with contextlib.suppress(Exception):  # as a loss with weights of its own, of another dtype
+        loss = self._parts_add_up(outputs, targets, rows)
+        with contextlib.suppress(RuntimeError, TypeError, AssertionError, AttributeError):  # it refuses fp64
             count = min(rows, max(3, WIDENED // max(1, outputs.numel() // rows)))
             few = _widened(outputs[:count]), _widened(part_of(targets, slice(0, count)))
-            if float(self.denominator(few[1])):
-                whole, wide, rows = self.sum_of(*few), few, count
-        cuts = itertools.pairwise((0, 1, rows // 2 + 1, rows))
-        parts = [tuple(part_of(each, slice(first, last)) for each in wide) for first, last in cuts]
-        total = sum(float(self.sum_of(*part)) for part in parts if float(self.denominator(part[1])))
+            self._parts_add_up(*few, count)
+        return loss.dtype
+
+    def _parts_add_up(self, outputs: Any, targets: Any, rows: int) -> Tensor:
+        """The loss of so many samples times their denominator. Raises InputError where it is not the sum of parts."""
+        whole, parts = self.sum_of(outputs, targets), []
+        for first, last in itertools.pairwise((0, 1, rows // 2 + 1, rows)):
+            part = tuple(part_of(each, slice(first, last)) for each in (outputs, targets))
+            if float(self.denominator(part[1])):
+                parts.append(float(self.sum_of(*part)))
         narrow = math.sqrt(torch.finfo(whole.dtype).eps)
-        allowed = {torch.float64: 1e-9, torch.float32: 1e-5}.get(whole.dtype, narrow) * (1e-6 + abs(float(whole)))
-        if float(self.denominator(wide[1])) and not abs(float(whole) - total) <= allowed:
+        allowed = (1e-9 if whole.dtype == torch.float64 else narrow) * (1e-6 + abs(float(whole)))
+        if float(self.denominator(targets)) and not abs(float(whole) - sum(parts)) <= allowed:
             raise InputError(
-                f"loss: parts of a batch add up to {total:.9g}, the whole gives {float(whole):.9g}: it is "
+                f"loss: parts of a batch add up to {sum(parts):.9g}, the whole gives {float(whole):.9g}: it is "
                 "no mean over samples. Say what it is divided by: denominator=lambda targets: ...; a contrastive loss "
                 "is planned without targets, with a tower for each input"
             )
-        return loss.dtype
+        return whole
 
 
 def _widened(values: Any) -> Any:

@@ -105,6 +105,7 @@ def test_wrong_micro_batches_are_refused(parts: Any, message: str) -> None:
     [
         (-4, list, "Samples: -4 is out of range; valid: 0 to"),
         ("4", list, "Samples: expected an integer from 0 to .*, got '4'"),
+        (True, list, "Samples: expected an integer from 0 to .*, got True"),
         (4, 5, "Samples: expected a function of a slice, got 5"),
     ],
 )

@@ -187,6 +187,15 @@ def test_a_mistake_that_is_smaller_than_roundings_of_fp32_is_found() -> None:
     assert MeanLoss(cross_entropy, None).check(outputs, targets) == torch.float32
 
 
+def test_samples_beyond_the_first_are_judged_too() -> None:
+    """Planted: few samples in fp64 alone, of which all are equally full."""
+    targets = torch.zeros(8, 50, dtype=torch.int64)
+    targets[3:, 40:] = -100
+    outputs = 4 * torch.randn(8, 9000, 50, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match="no mean over samples"):
+        MeanLoss(cross_entropy, None).check(outputs, targets)
+
+
 def test_several_towers_have_no_targets() -> None:
     inputs, targets = labelled(ROWS)
     with pytest.raises(InputError, match="a mean over the samples of one model"):
