@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "0cee0970485a134c4072f0445691688fa122eb2dfc4de68e1c2d00830a0874c6",
+    "digest": "bca9e765c49cbed37850e5df4d6b8974ba27e3731087b86c6ff5f6f4a5ac1584",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "64da7ed55d7677ec8e9632e6a8e5f8347be739791ad5431ea89840398ce43112",
+    "digest": "d92b0476c20703695d1220df2dbfbbfae90b3bf58c0f1dbb412f40ed31bfc31f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

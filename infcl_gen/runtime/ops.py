@@ -81,12 +81,9 @@ def _hide_backward() -> None:
 
 
 def cast(package: Package, call: Call) -> Call:
-    """`Call.cast` of forward. The other ranks hear of a lack of memory: none waits for this rank."""
-    try:
+    """`Call.cast` of forward, which is the first to need memory."""
+    with agreement.told(package, call):
         return call.cast(package)
-    except Exception:
-        agreement.announce_rejection(package, call)
-        raise
 
 
 def _of_backward(package: Package, call: Call, saved: Saved) -> Call:

@@ -173,7 +173,7 @@ def test_what_is_no_mean_over_samples_is_refused(what: str) -> None:
 
 
 def test_a_mistake_that_is_smaller_than_roundings_of_fp32_is_found() -> None:
-    """Focal loss of the mean entropy. Before training its parts add up to the whole but for 2e-6 of it."""
+    """Focal loss of the mean entropy. Before training its parts add up to the whole but for 3e-6 of it."""
 
     def focal_of_mean(outputs: Tensor, targets: Tensor) -> Tensor:
         entropy = cross_entropy(outputs, targets)

@@ -3,8 +3,9 @@
 Conclusions follow from the headers of all ranks, so either every rank raises or none does.
 """
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,16 @@ def unpaired(loss: str, rows: Sequence[int], keys: Sequence[int]) -> str:
     return f"{loss} pairs query i with key i, but {there}; infonce takes hard negatives"
 
 
+@contextlib.contextmanager
+def told(package: Package, call: Call) -> Iterator[None]:
+    """The other ranks hear of an error in here, also of torch's for lack of memory: none waits for this rank."""
+    try:
+        yield
+    except Exception:
+        announce_rejection(package, call)
+        raise
+
+
 def announce_rejection(package: Package, call: Call) -> None:
     """Tells the other ranks that this rank rejects its own arguments, so that all ranks raise.
 
@@ -66,11 +77,8 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
     if group is None:
         found, ranges = Layout.alone(call.q, call.k), [_label_range(package, call, checked)]
     else:
-        try:
+        with told(package, call):
             group.check_device(call.q.device)
-        except ValueError:
-            announce_rejection(package, call)
-            raise
         headers = group.exchange(header(package, call, gradients, _label_range(package, call, checked)))
         compare(headers)
         devices = [given["device"] for given in headers]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import negatives as of_single
 from . import replay
-from .agreement import OWN_KEYS, announce_rejection
+from .agreement import OWN_KEYS, told
 from .agreement import BatchTooLargeError as BatchTooLargeError
 from .group import ALONE, resolve
 from .launch import INTERPRETED
@@ -222,16 +222,12 @@ class ContrastiveLoss(nn.Module):
 
 
 def _agreed(package: Package, call: Call, gradients: int | None = None) -> Call:
-    """`accepted`, with the kernels for these gradients compiled, None: those that autograd wants. The other ranks of a
-    group hear of an error: none waits for this rank."""
-    try:
-        call = accepted(package, call)
-        if not (traced(*call.inputs) or torch._C._are_functorch_transforms_active()):
-            warm_up(package, call, wanted(package, call) if gradients is None else gradients)
-        return call
-    except Exception:  # also torch's own, such as RuntimeError for lack of memory
-        announce_rejection(package, call)
-        raise
+    """`accepted`, with the kernels for these gradients compiled, None: those that autograd wants."""
+    with told(package, call):
+        found = accepted(package, call)
+        if not (traced(*found.inputs) or torch._C._are_functorch_transforms_active()):
+            warm_up(package, found, wanted(package, found) if gradients is None else gradients)
+        return found
 
 
 def accepted(package: Package, call: Call) -> Call:
