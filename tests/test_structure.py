@@ -120,8 +120,8 @@ def test_templates_stay_small() -> None:
     queries' own numbers; 340 count and sum any number of positives, whose forward and gradient are their own on the
     CPU; 10 add the mean of all logits; 4 take factors of similarities; 70 make a second sum of each query; 36 take that
     of a row's partner; 308 are of a guide, whose sweep on the CPU and whose sums are their own, 83 of these for sums of
-    both axes; 952 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
-    each, 383 of these on Hopper alone, for one side or both; 414 of their cosines, 258 of these on Hopper, whose
+    both axes; 925 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
+    each, 356 of these on Hopper alone, for one side or both; 394 of their cosines, 258 of these on Hopper, whose
     gradient keeps g in tiles of shared memory and has its own loop, and 30 of these of one side and labels;
     15 are of a number of all positives; 34 leave out pairs
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
@@ -131,7 +131,7 @@ def test_templates_stay_small() -> None:
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5756 and pages <= 150
+    assert sum(lines.values()) - pages <= 5708 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -249,5 +249,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_313, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_286, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_100 and pages <= 850 and step <= 3_560

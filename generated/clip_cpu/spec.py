@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "34ca12ca056ac3ec2615abc7ff6882497351411a5874d103dcdde053e8571db8",
+    "digest": "bca9e765c49cbed37850e5df4d6b8974ba27e3731087b86c6ff5f6f4a5ac1584",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c17bd45eb9ba925c2801a73bb9e292a3d93dc54deb9e778f4e3aeb79536fe63b",
+    "digest": "d92b0476c20703695d1220df2dbfbbfae90b3bf58c0f1dbb412f40ed31bfc31f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

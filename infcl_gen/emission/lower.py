@@ -240,12 +240,10 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 
 _WITHOUT_RADIAL = """\
-for first in range(0, len(acc), STRIP_ROWS):
-    rows = slice(first, first + STRIP_ROWS)
-    *of_slabs, shorter, inverse = radial[:, rows].unbind()
-    longest = torch.linalg.vecdot(x[rows].to(STATISTICS_DTYPE), acc[rows]).sub_(shorter).mul_(inverse).mul_(inverse)
-    for slab, multiple in zip(SLABS, of_slabs, strict=True):
-        acc[rows, slab] -= (longest + multiple)[:, None] * x[rows, slab]"""
+for slab, multiple in zip(SLABS, radial, strict=True):
+    for first in range(0, len(acc), STRIP_ROWS):
+        rows = slice(first, first + STRIP_ROWS)
+        acc[rows, slab] -= multiple[rows, None] * x[rows, slab]"""
 _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])", "positives_of_query": "n",

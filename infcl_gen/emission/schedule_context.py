@@ -20,10 +20,7 @@ ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "what queries add to them (2, M
 ABOUT_POOLED = """\
 pooled (2,), fp64: over the positives of all queries the log-sum-exp, and the sum of the terms' slopes by it."""
 ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the mean of all logits."
-ABOUT_RADIAL = """\
-radial (slabs + 2, rows): what a row of total loses, after the dots, slab by slab. That is so many times its x as
-    shorter prefixes have along it, which come first, and what the longest has. Of that, behind them: the sum of the
-    shorter ones' radial sums, which x . total has, too, and the factor of the row, 0 where it loses nothing."""
+ABOUT_RADIAL = "radial (slabs, rows): a row of total loses so many times its x, after the dots, slab by slab."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
 
@@ -385,14 +382,14 @@ def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:
         ),
         (
             "row_radial",
-            "radial sums (key blocks, shorter prefixes, rows)",
-            _new(f"tiles[1], {plan.losses - 1}, shape[0]"),
+            "radial sums (key blocks, prefixes, rows)",
+            _new(f"tiles[1], {plan.losses}, shape[0]"),
             plan.traits.renormalised,
         ),
         (
             "key_radial",
-            "the same (row blocks, shorter prefixes, keys)",
-            _new(f"tiles[0], {plan.losses - 1}, shape[1]"),
+            "the same (row blocks, prefixes, keys)",
+            _new(f"tiles[0], {plan.losses}, shape[1]"),
             plan.traits.renormalised,
         ),
         ("halves", _HALVES, "_halves(panel_rows, panel_keys, device)", plan.split),

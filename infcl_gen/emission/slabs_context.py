@@ -18,9 +18,8 @@ _ABOUT_G_OF_PREFIX = (
 )
 _POSITIVES_FOLLOW = "Positives get the g of a negative; `gradient_positives`\n    follows."
 _POSITIVES_FIRST = """Positives get theirs from
-    `gradient_positives`. Then g is multiplied by the factors. Radial sums of all
-    prefixes but the longest, of that times the product, go to memory tile by tile: of rows (key blocks, shorter
-    prefixes, rows), of keys (row blocks, shorter prefixes, keys). MASKED: the panel has ragged
+    `gradient_positives`. Radial sums, of g times the cosine, go to memory tile by tile: of rows (key blocks, prefixes,
+    rows), of keys (row blocks, prefixes, keys). Then g is multiplied by the factors. MASKED: the panel has ragged
     tiles, whose terms are cleared."""
 _MASKED_E = """\
 if MASKED:
@@ -56,39 +55,32 @@ def slabs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         for slab, weight in zip(plan.slabs, derivation.prefix_weights, strict=True)
     ]
     slabs[-1]["last_step"] = ">= DIM"  # the last step may reach beyond the features
-    return (
-        own
-        | {
-            "tile": "cosines" if renormalised else "z",
-            "fp32_tile": "cosines" if renormalised else "z.to(tl.float32)",
-            "wide_tile": "slab_cosines" if renormalised else "slab_fp32",
-            "about_positives_of_slabs": _POSITIVES_FIRST if renormalised else _POSITIVES_FOLLOW,
-            "places_of_rows_as_int32": clamped("own_places"),
-            "cleared": f"if MASKED:\n    value = {_INSIDE.format('value')}" if apart else _CLEARED,
-            "masked_e": _MASKED_E if renormalised else ABSENT,
-            "always_cleared": f"g_{{0}} = {_INSIDE.format('g_{0}')}",
-            "slabs": slabs,
-            "share_of_prefix": hopper_slabs.code_by_prefix([slab["query_share"] for slab in slabs], in_a_term=True),
-            "longest_first": slabs[::-1],
-            "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_sides" if apart else "slab_g_of_queries",
-            "visiting_keys_of_slabs": "visiting_keys = tl.minimum(columns, keys - 1)" if apart else ABSENT,
-            "of_slab": "value",
-            "other_of_slab": "other = {} * key_stride" if both and not combined else ABSENT,
-            "g_of_positive": "slab_positive_of_row" if combined else "slab_positive_gradient",
-            "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared].format(" + share_j 2^(y - c_j)" * both),
-            "lane_sums": "lane_sums, " * both,
-            "about_lane_sums": ", those of a column to lane_sums" * both,
-            "prefixes": len(plan.slabs),
-            "shorter": len(plan.slabs) - 1,
-            "row_of_sums": len(plan.slabs),  # of what `finish` takes, behind those of slabs
-            "row_of_factors": len(plan.slabs) + 1,
-            "radial_of": [*([slab] for slab in slabs[:-1]), []],  # those of the longest follow from the others
-            "times_prefixes": f" * {len(plan.slabs)}",
-            "place_of_ratio": f"ratio + block * {len(plan.slabs)} * ROWS + tl.arange(0, ROWS)",
-            "about_prefixes": "A block has those of all prefixes; the pointers are to the first block's of one.",
-            "one_exponential": plan.one_exponential,
-            "unaligned_references": ["key_reference", "key_lowest"] * plan.one_exponential,
-            "positive_references_of_slab": ", ".join(f"{name} + own" for name in noted),
-            "statistics_of_slab": ", ".join(sums),
-        }
-    )
+    return own | {
+        "tile": "cosines" if renormalised else "z",
+        "fp32_tile": "cosines" if renormalised else "z.to(tl.float32)",
+        "wide_tile": "slab_cosines" if renormalised else "slab_fp32",
+        "about_positives_of_slabs": _POSITIVES_FIRST if renormalised else _POSITIVES_FOLLOW,
+        "places_of_rows_as_int32": clamped("own_places"),
+        "cleared": f"if MASKED:\n    value = {_INSIDE.format('value')}" if apart else _CLEARED,
+        "masked_e": _MASKED_E if renormalised else ABSENT,
+        "always_cleared": f"g_{{0}} = {_INSIDE.format('g_{0}')}",
+        "slabs": slabs,
+        "share_of_prefix": hopper_slabs.code_by_prefix([slab["query_share"] for slab in slabs], in_a_term=True),
+        "longest_first": slabs[::-1],
+        "g_of_slab": "slab_g_of_both" if shared else "slab_g_of_sides" if apart else "slab_g_of_queries",
+        "visiting_keys_of_slabs": "visiting_keys = tl.minimum(columns, keys - 1)" if apart else ABSENT,
+        "of_slab": "value",
+        "other_of_slab": "other = {} * key_stride" if both and not combined else ABSENT,
+        "g_of_positive": "slab_positive_of_row" if combined else "slab_positive_gradient",
+        "about_g_of_prefix": _ABOUT_G_OF_PREFIX[shared].format(" + share_j 2^(y - c_j)" * both),
+        "lane_sums": "lane_sums, " * both,
+        "about_lane_sums": ", those of a column to lane_sums" * both,
+        "prefixes": len(plan.slabs),
+        "times_prefixes": f" * {len(plan.slabs)}",
+        "place_of_ratio": f"ratio + block * {len(plan.slabs)} * ROWS + tl.arange(0, ROWS)",
+        "about_prefixes": "A block has those of all prefixes; the pointers are to the first block's of one.",
+        "one_exponential": plan.one_exponential,
+        "unaligned_references": ["key_reference", "key_lowest"] * plan.one_exponential,
+        "positive_references_of_slab": ", ".join(f"{name} + own" for name in noted),
+        "statistics_of_slab": ", ".join(sums),
+    }

@@ -14,6 +14,7 @@ DEPTH = 64  # columns of a stage, 128 bytes of a row: copies of 64 bytes take 1.
 COSINE_BLOCK = Block(hopper.TILE[0] // 2, hopper.TILE[1], 32, 8, 3)
 UNIT = 32  # columns by which prefixes grow
 STAGES = 6  # of 32 KiB each; beside them 35 KiB are left, for tiles of g and what groups tell each other
+COSINE_STAGES = 5  # beside factors of keys
 MOST_PREFIXES = 4  # beside whose sums, or g, a thread has registers for a tile of z
 _LANES = "gl.convert_layout(lanes, LANES, assert_trivial=True)"
 Q, K, G = (
@@ -46,17 +47,17 @@ def stages(choice: Choice) -> int:
     """Pipeline stages of tiles of queries and keys; 0 where the ordinary kernels stay."""
     own = ordinary_block(choice)
     found = here(choice) and hopper.has_tiles(choice, (own.rows, own.keys))
-    return STAGES * found
+    return (COSINE_STAGES if choice.traits.renormalised else STAGES) * found
 
 
 def gradient_stages(choice: Choice) -> int:
-    """As `stages`, of the gradient. Of cosines, tiles of g of each prefix but one take the 32 KiB of one."""
-    return choice.hopper_stages - (len(choice.slabs) - 1) * choice.traits.renormalised
+    """As `stages`, of the gradient. Of cosines, tiles of g of each prefix but two take the 32 KiB of one."""
+    return choice.hopper_stages - (len(choice.slabs) - 2) * choice.traits.renormalised
 
 
 def g_tiles(choice: Choice) -> int:
-    """Tiles of g in shared memory, halves of each group; of cosines those of shorter prefixes, beside two of g z."""
-    return 4 * (len(choice.slabs) - 1) if choice.traits.renormalised else 4
+    """Tiles of g in shared memory, halves of each group; of cosines one of each group, and all of shorter prefixes."""
+    return 4 * len(choice.slabs) - 2 if choice.traits.renormalised else 4
 
 
 def walks_of(choice: Choice) -> list[list[Walk]]:
@@ -87,7 +88,6 @@ def values(choice: Choice) -> dict[str, Any]:
     return {
         "stage_depth": DEPTH, "stages": choice.hopper_stages, "gradient_stages": gradient_stages(choice),
         "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks,
-        "ends": [{"first": of_slab[0].first, "last": of_slab[-1].end - 1} for of_slab in walks],
         "halves": [_half(choice, number) for number in range(2)],
         "key_out": "key_out, " * choice.both_axes,
         "of_keys": "of keys, and " * choice.both_axes,
@@ -178,11 +178,6 @@ def _of_cosines(choice: Choice) -> dict[str, str]:
         "times_factors": ("", " * column_factors.index(row).load(LINE)"),
         "and_factors": ("", " and factors"),
         "with_factors": ("", ", factors"),
-        "walk_on": ("hopper_one_product", "hopper_two_products"),
-        "about_products": (
-            "With two products under way a stage is free later: a call takes 1.3 % longer.",
-            "The gradient has too few stages for two products under way.",
-        ),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
         "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
         "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),

@@ -432,9 +432,8 @@ class Derivation:
             "key statistics", numbers, "statistics", "summed", "unchanged", across=True, renewed=self.form.crossed
         )
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
-        shorter = len(self.prefixes) - 1
-        radial = Travelling("key radial sums", shorter, "statistics", backward="summed", across=True)
-        sums = (gradients, *[radial] * (self.traits.renormalised and shorter > 0))
+        radial = Travelling("key radial sums", len(self.prefixes), "statistics", backward="summed", across=True)
+        sums = (gradients, *[radial] * self.traits.renormalised)
         found = (*read, statistics, *sums) if self.has_keys else (*read, *sums)
         queries = Travelling("query sums", dim, "statistics", backward="summed", once=True)
         return (*found, queries) if self.traits.means else found

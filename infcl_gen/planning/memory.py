@@ -300,11 +300,10 @@ def _of_weights() -> tuple[BufferTerm, ...]:
 def _of_cosines(v: Choice) -> list[BufferTerm]:
     """Factors of own rows and visiting keys, radial sums, and the multiples of themselves that rows lose at the end."""
     alone = int(v.world_size == 1)  # else the sums of keys travel
-    sums = BufferTerm("radial sums", "backward", (v.losses - 1, m + n * alone), "of rows, along their own features")
-    lost = BufferTerm("radial multiples", "finish", (2 * v.losses + 2, Max(m, n)), "of themselves, that rows lose")
-    clamped = BufferTerm("clamped rows", "finish", (v.losses, Max(m, n)), "which lose none", "uint8")
-    at_end = [lost, clamped]
-    in_panels = [each._replace(phase="backward", shape=(each.shape[0], Min(R, m))) for each in at_end] * alone
+    sums = BufferTerm("radial sums", "backward", (v.losses, m + n * alone), "of rows, along their own features")
+    lost = BufferTerm("radial multiples", "finish", (v.losses, Max(m, n)), "of themselves, that rows lose")
+    at_end = [lost, lost._replace(name="clamped rows", why="which lose none", dtype="uint8")]
+    in_panels = [each._replace(phase="backward", shape=(v.losses, Min(R, m))) for each in at_end] * alone
     own, visiting = (ceil_div(rows, FACTOR_ROOM) * FACTOR_ROOM for rows in (m, n))
     found = [
         BufferTerm("factors", "both", (v.losses, own + visiting * (2 - alone)), "inverse norms of rows"),
@@ -315,13 +314,13 @@ def _of_cosines(v: Choice) -> list[BufferTerm]:
 
 def _radial_parts(v: Choice, row_blocks: Any, key_blocks: Any) -> list[BufferTerm]:
     """What tiles of a panel leave of radial sums, and the g of positives that they read."""
-    rows, keys, shorter = row_blocks * Bg, key_blocks * Kg, v.losses - 1
+    rows, keys, losses = row_blocks * Bg, key_blocks * Kg, v.losses
     found = [
         BufferTerm(
-            "radial parts of rows", "backward", (shorter, key_blocks, rows), "of g times the cosine, of each tile"
+            "radial parts of rows", "backward", (losses, key_blocks, rows), "of g times the cosine, of each tile"
         ),
-        BufferTerm("radial parts of keys", "backward", (shorter, row_blocks, keys), "the same"),
-        BufferTerm("positive gradients", "backward", (v.losses, rows), "g of each positive, unrounded"),
+        BufferTerm("radial parts of keys", "backward", (losses, row_blocks, keys), "the same"),
+        BufferTerm("positive gradients", "backward", (losses, rows), "g of each positive, unrounded"),
     ]
     return found * v.traits.renormalised
 

@@ -222,8 +222,7 @@ class Block(NamedTuple):
     thresholds          (m,) in the statistics dtype: pairs above it are left out; None if the loss has none. Of a
                         triangle `key_thresholds` (n,) are those of the rows that stand as keys
     query_factors, key_factors  (prefixes, m) and (prefixes, n): inverse norms; None unless `Traits.renormalised`
-    query_radial, key_radial    (prefixes - 1, m) and (prefixes - 1, n): in backward the radial sums of sides with
-                        gradients, of all prefixes but the longest (renormalised.py)
+    query_radial, key_radial    the same shapes: in backward the radial sums (renormalised.py) of sides with gradients
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, but for those in
                         `Terms`, and of that of slopes, to which sweeps add; a third row with `Traits.small_first`: 1
                         where a program has met large logits; else None
@@ -308,7 +307,7 @@ class Block(NamedTuple):
     def prefix(self, number: int, columns: int) -> Block:
         """The block of so many first columns of the features, with the statistics of one of several prefixes."""
         assert not isinstance(self.queries, Terms)
-        own = ("query_factors", "key_factors")
+        own = ("query_factors", "key_factors", "query_radial", "key_radial")
         given = {name: x[number] for name in own if (x := getattr(self, name)) is not None}
         return self._replace(
             **given,

@@ -609,13 +609,8 @@ def flagged_gradients(made: Made, device: str = "cpu") -> None:
             pairs = [statistics.view(each, prefixes) for each in sides]
             block = package._runtime.package.Block(x, x, one, zero, 0, 0, *pairs, positive)
             if package.ContrastiveLoss._package.traits.renormalised:
-                rows = {
-                    "query_factors": count,
-                    "key_factors": count,
-                    "query_radial": count - 1,
-                    "key_radial": count - 1,
-                }
-                block = block._replace(**{name: torch.ones(of, 64, device=device) for name, of in rows.items()})
+                names = ("query_factors", "key_factors", "query_radial", "key_radial")
+                block = block._replace(**{name: torch.ones(count, 64, device=device) for name in names})
             schedule.backward_block(block, *sums, scratch)
             found = bool(scratch.flags.any())
             assert found == flagged, f"flagged: {found}, where an exponent of side {side}, prefix {prefix} is {low}"
@@ -630,7 +625,7 @@ def positives_behind_the_last_key(made: Made, device: str = "cpu") -> None:
     count, own = len(traits.prefixes), torch.arange(rows, 2 * rows, device=device) if traits.labels else rows
     q, k = (torch.randn(rows, made.dim, generator=draw).to(DTYPES[made.dtype]).to(device) for _ in range(2))
     factors = [runtime.renormalised.factors_of(x, traits.prefixes, torch.float32) for x in (q, k)]
-    radial = [torch.zeros(count - 1, rows, device=device) for _ in range(2)]  # of shorter prefixes
+    radial = [torch.zeros(count, rows, device=device) for _ in range(2)]
     complete = runtime.statistics.Statistics(*(torch.full((count, rows), x, device=device) for x in (6.0, 1.0)))
     block = runtime.package.Block(
         q, k, torch.tensor(scale, device=device), torch.zeros((), device=device), own, 0, complete,
@@ -648,8 +643,7 @@ def positives_behind_the_last_key(made: Made, device: str = "cpu") -> None:
         g = weight * torch.exp2(a @ b.T * of_pairs * scale / math.log(2.0) - 6.0) * of_pairs
         expected[0][:, :columns] += g @ b
         expected[1][:, :columns] += g.T @ a
-        if number < count - 1:
-            expected[2][number], expected[3][number] = ((g * (a @ b.T)).sum(axis) for axis in (1, 0))
+        expected[2][number], expected[3][number] = ((g * (a @ b.T)).sum(axis) for axis in (1, 0))
     for name, found, truth in zip(("dq", "dk", "radial rows", "radial keys"), (dq, dk, *radial), expected, strict=True):
         assert found.isfinite().all(), f"{name}: {int((~found.isfinite()).sum())} numbers are not finite"
         error = float((found - truth).norm() / truth.norm())

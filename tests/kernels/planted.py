@@ -934,13 +934,6 @@ BUGS: dict[str, Bug] = {
         (case(1000.0, "unnormalised"),),
         "dk",
     ),
-    "the longest prefix's radial sum has those of shorter ones": Bug(
-        COSINES,
-        (("kernels.py", "(tl.sum(dot, axis=1) - shorter)", "tl.sum(dot, axis=1)"),),
-        checks.numerics,
-        (case(),),
-        "dq",
-    ),
     "a row loses of each slab what its own prefix has along it": Bug(
         COSINES, (("_runtime/renormalised.py", "shorter.add_(longer)", "pass"),), checks.numerics, (case(),), "dq"
     ),

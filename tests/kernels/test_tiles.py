@@ -303,7 +303,7 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
     beside = 4 * 128 * (hopper_slabs.MOST_PREFIXES + 1) + 16 * hopper_slabs.STAGES  # shares of keys, ranges, barriers
     assert held + beside <= load_profile("h200").shared_bytes_per_block
     of_cosines = stages(96, 192, 384, 768, cosines="diagonal")
-    assert of_cosines == stages(32, 200, cosines="diagonal") == hopper_slabs.STAGES
+    assert of_cosines == stages(32, 200, cosines="diagonal") == hopper_slabs.COSINE_STAGES
     assert of_cosines == stages(96, 768, sides=1, cosines="label") == stages(96, 768, sides=1, cosines="diagonal")
     assert not stages(96, 768, cosines="diagonal", rows=1024)
     beside += 4 * 128 * hopper_slabs.MOST_PREFIXES  # factors of keys
@@ -313,7 +313,7 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
             special("panel", 768), traits=Traits(slabs=slabs, renormalised=True), hopper_stages=of_cosines
         )
         held = 2 * hopper_slabs.gradient_stages(made_for) * hopper_slabs.DEPTH * 256
-        held += 2 * 64 * 64 * (hopper_slabs.g_tiles(made_for) + 2)  # and of g z
+        held += 2 * 64 * 64 * hopper_slabs.g_tiles(made_for)
         assert held + beside <= load_profile("h200").shared_bytes_per_block < held + beside + 2**15
 
 
@@ -348,7 +348,7 @@ def test_loops_over_prefixes_walk_the_same_stages() -> None:
     for prefixes in ((96, 192, 384, 768), (32, 64, 96, 136), (32, 64, 200), (32, 200), (128, 160, 168), (96, 768)):
         slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
         made_for = dataclasses.replace(special("panel", prefixes[-1]), traits=Traits(slabs=slabs, renormalised=True))
-        printed = hopper_slabs.values(dataclasses.replace(made_for, hopper_stages=hopper_slabs.STAGES))
+        printed = hopper_slabs.values(dataclasses.replace(made_for, hopper_stages=hopper_slabs.COSINE_STAGES))
         for prefix, walks in enumerate(hopper_slabs.walks_of(made_for)):
             first, stop, before, behind = (
                 eval(printed[name] or "False", {"prefix": prefix})

@@ -2,9 +2,8 @@
 
 Tiles multiply products by the inverse norms of their rows, the `factors`. With g of prefix p the gradient of q_i[:p]
 has a part along q_i[:p], which is -sum_j g_ij z_ij / |q_i[:p]|^2 times it. Sweeps add up these radial sums beside the
-sums for dq and dk; those of keys travel. That of the longest prefix needs no sweep: x . (the sums for dx) is the sum of
-all radial sums of row x. A row whose norm is below SMALLEST_NORM is divided by that instead, as torch's `normalize`
-does it, and has no such part.
+sums for dq and dk; those of keys travel. A row whose norm is below SMALLEST_NORM is divided by that instead, as torch's
+`normalize` does it, and has no such part.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class Renormalised:
 
     @functools.cached_property
     def query_sums(self) -> Tensor:
-        """Room for the radial sums of the queries, (prefixes - 1, m)."""
-        return torch.empty_like(self.of_queries[:-1])
+        """Room for the radial sums of the queries, (prefixes, m)."""
+        return torch.empty_like(self.of_queries)
 
     def factors(self, k: Tensor) -> Tensor:
         """The factors of visiting keys."""
@@ -68,14 +67,14 @@ class Renormalised:
     def with_sums(self, block: Block, trip: Trip | None, of_queries: bool, of_keys: bool) -> Block:
         """The block with the radial sums to which its backward adds: those of keys travel, or are of one device."""
         visiting = None
-        if of_keys and trip is not None and len(self._prefixes) > 1:
+        if of_keys and trip is None:
+            visiting = self._arrived = torch.empty_like(self.of_keys)
+        elif of_keys and trip is not None:
             visiting = trip["key radial sums"]
-        elif of_keys:
-            visiting = self._arrived = self.of_keys.new_empty((len(self._prefixes) - 1, len(block.k)))
         return block._replace(query_radial=self.query_sums if of_queries else None, key_radial=visiting)
 
     def arrived(self, trip: Trip) -> None:
-        self._arrived = trip.home("key radial sums") if len(self._prefixes) > 1 else self.of_keys[:-1]
+        self._arrived = trip.home("key radial sums")
 
     def for_queries(self, total: Tensor, start: int) -> dict[str, Tensor]:
         """What `finish` takes for sums for dq, besides them."""
@@ -86,14 +85,9 @@ class Renormalised:
         return {"radial": self._of_slabs(self.of_keys, self._arrived)}
 
     def _of_slabs(self, factors: Tensor, sums: Tensor) -> Tensor:
-        """What `finish` takes, (slabs + 2, rows): multiples of its own row that each slab of columns loses, as shorter
-        prefixes have it; the sum of their radial sums; the factor of the longest, 0 of a row that has no such part."""
+        """The multiple of its own row that each slab of columns loses, (slabs, rows); all longer prefixes have it."""
         largest = factors.new_full((), SMALLEST_NORM).reciprocal_()  # `new_tensor` waits for the device
-        factors = factors.masked_fill(factors == largest, 0.0)
-        found = factors.new_zeros((len(factors) + 2, factors.shape[1]))
-        multiples = torch.mul(sums, factors[:-1], out=found[:-3]).mul_(factors[:-1])
-        for longer, shorter in zip(reversed(multiples[1:].unbind()), reversed(multiples[:-1].unbind()), strict=True):
+        found = (sums * factors).mul_(factors).masked_fill_(factors == largest, 0.0)
+        for longer, shorter in zip(reversed(found[1:].unbind()), reversed(found[:-1].unbind()), strict=True):
             shorter.add_(longer)
-        torch.sum(sums, 0, out=found[-2])
-        found[-1] = factors[-1]
         return found
