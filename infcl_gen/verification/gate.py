@@ -1,7 +1,8 @@
 """The numerics gate: is a result as accurate as its dtypes allow?
 
     ||a - ref||  <=  2 * ||plain - ref||  +  2 * ||bound||        for each of loss, dq, dk, dscale, dbias,
-                                                                  over the whole tensor and for each row
+                                                                  over the whole tensor and for each row;
+                                                                  over prefixes for each slab of columns, too
 
 `ref` is the fp64 oracle, `plain` plain torch in the same dtype (see `oracle`), and `bound` a first-order error analysis
 of the data at hand (see `bounds`). There is no bare absolute tolerance, because gradients are of order 1/M.
@@ -15,6 +16,7 @@ queries would leave the range of the statistics may be infinite or NaN, with its
 same holds where finite inputs have a loss that is NaN in fp64: there infinities cancel.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,7 +62,8 @@ class GateRow:
 @dataclass(frozen=True)
 class Truth:
     """For one input: the oracle, plain torch, bounds and magnitudes, in the oracle's shapes and fp64. `states`: of each
-    state, by its keyword, the next one and its bound; `numbers`: of other own numbers their gradient and its bound."""
+    state, by its keyword, the next one and its bound; `numbers`: of other own numbers their gradient and its bound.
+    `slabs`: columns, from and to, that as many prefixes of the features have; none of a loss without prefixes."""
 
     reference: LossAndGrads
     plain: LossAndGrads
@@ -68,6 +71,7 @@ class Truth:
     magnitude: LossAndGrads
     states: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     numbers: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    slabs: tuple[tuple[int, int], ...] = ()
 
 
 def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list[GateRow]:
@@ -76,7 +80,21 @@ def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list
     assert result[0] is not None
     if _is_too_large(result[0], truth):
         return [_too_large(result[0], truth.reference.loss, truth.bound.loss)]
-    return [_judge(*each) for each in compared(result, *parts)]
+    return [_by_slabs(truth.slabs, *each) for each in compared(result, *parts)]
+
+
+def _by_slabs(slabs: tuple[tuple[int, int], ...], name: str, value: Any, *others: Tensor) -> GateRow:
+    """The verdict on the whole, and of gradients of features on each slab of columns: that of the longest prefix alone
+    may be so small that its error is none of the whole."""
+    whole = _judge(name, value, *others)
+    if not (slabs and name in ("dq", "dk") and whole.passed):
+        return whole
+    rows = [whole]
+    for start, stop in slabs:
+        parts = (x[..., start:stop] for x in (value, *others))
+        rows.append(_judge(f"{name} of columns {start} to {stop - 1}", *parts))
+    worst = next((row for row in rows if not row.passed), whole)
+    return GateRow(name, worst.passed, max(row.ratio for row in rows), worst.detail)
 
 
 def gate_states(given: Mapping[str, Any], truth: Truth) -> list[GateRow]:
@@ -136,7 +154,8 @@ def truth_of(module: ModuleType, inputs: Inputs, with_numbers: bool = False) -> 
         over_prefixes(mathematics, exact, lambda part, place=place: of_prefix(part)[place], _over_norms)  # type: ignore[misc]
         for place in range(2)
     )
-    return Truth(reference, plain_torch(module, inputs), bound, magnitude)
+    slabs = tuple(itertools.pairwise((0, *mathematics.PREFIXES)))
+    return Truth(reference, plain_torch(module, inputs), bound, magnitude, slabs=slabs)
 
 
 def _over_norms(x: Tensor, errors: Tensor) -> Tensor:

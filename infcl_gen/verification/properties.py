@@ -34,6 +34,8 @@ BIASES = (None, 0.0, -10.0, 3.5, 10.0, -2.0)
 # Random directions; positives almost equal, so loss and gradient nearly vanish; norms over four powers of two; every
 # similarity about -1; few distinct rows; every third row 0; norms about 1e-3.
 FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_rows", "tiny")
+# Of losses over prefixes: behind the first quarter of the columns, positives are longer and almost equal.
+SOLVED = "solved"
 # Row-major; column-major; every second row and column; a slice of something wider, whose rows are not 16-byte aligned;
 # the first row seen M times (stride 0).
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
@@ -46,7 +48,7 @@ _TILES = ("FORWARD_ROWS", "FORWARD_KEYS", "GRADIENT_ROWS", "GRADIENT_KEYS", "FUS
 
 @dataclass(frozen=True)
 class Case:
-    """One input: sizes, numbers, the kind of features (FEATURES), and the layout in memory (LAYOUTS)."""
+    """One input: sizes, numbers, the kind of features (FEATURES, SOLVED), and the layout in memory (LAYOUTS)."""
 
     queries: int
     keys: int
@@ -188,6 +190,11 @@ def tensors(
         q[::3], k[1::3] = 0.0, 0.0
     elif case.features == "tiny":
         q, k = 1e-3 * q, 1e-3 * k
+    elif case.features == SOLVED:
+        own = torch.arange(case.queries) if labels is None else labels
+        tail = slice(case.dim // 4, None)
+        k[:, tail] *= 4.0
+        q[:, tail] = k[own % case.keys, tail] + 0.05 * q[:, tail]
     q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
     if with_ids and not one_sided:
         ids = _ids(case, generator)
@@ -263,12 +270,13 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
     problem, draw = module.SPEC["problem"], random.Random(0)
     largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
     sizes = [size for size in rows if size <= largest] or [1]
+    features = (*FEATURES, *[SOLVED] * bool(Traits(**module.SPEC["loss"]["traits"]).slabs))
     cases = []
     for index in range(examples):
         queries = draw.choice(sizes)
         keys = queries if module.SPEC["positives"] == "diagonal" else draw.choice(sizes)
         scale, bias = draw.choice(SCALES), draw.choice(BIASES)
-        structure = FEATURES[index % len(FEATURES)]  # in turn, so that a few examples see all of them
+        structure = features[index % len(features)]  # in turn, so that a few examples see all of them
         layout, seed = draw.choice(LAYOUTS), draw.randrange(2**31)
         if index % 2 == 0:  # kernels that read by descriptors run on contiguous rows only
             layout = LAYOUTS[0]

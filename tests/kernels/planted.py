@@ -937,6 +937,19 @@ BUGS: dict[str, Bug] = {
     "a row loses of each slab what its own prefix has along it": Bug(
         COSINES, (("_runtime/renormalised.py", "shorter.add_(longer)", "pass"),), checks.numerics, (case(),), "dq"
     ),
+    "columns of the longest prefix alone have roundings of the others": Bug(
+        COSINES,
+        (
+            (
+                "_runtime/renormalised.py",
+                "            shorter.add_(longer)\n",
+                "            shorter.add_(longer)\n        found[-1].add_(found[0], alpha=2.0**-8)\n",
+            ),
+        ),
+        checks.numerics,
+        (case(100.0, "solved"),),
+        "of columns",
+    ),
     "keys of a prefix have the exponentials of rows": Bug(
         PREFIXES_OF_ROWS,
         (("kernels.py", "slope, -key_e[None, :])) * b[None, :]", "slope, -e[:, None])) * b[None, :]"),),

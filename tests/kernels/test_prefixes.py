@@ -30,8 +30,14 @@ RAGGED = nightly(ALL, [each for each in ALL if each not in ("infonce_of_rows", "
 
 
 INPUTS = [("unit", "contiguous", 14.3), ("matched", "strided", 100.0), ("unnormalised", "contiguous", 1000.0)]
+INPUTS += [("solved", "contiguous", 20.0)]
 # Strided products and cosines of any length; of the other two losses the gate judges ragged sizes.
-INPUTS_OF_CI = [("clip", INPUTS[1]), ("infonce_cosines", INPUTS[2]), ("clip_cosines_of_rows", INPUTS[1])]
+INPUTS_OF_CI = [
+    ("clip", INPUTS[1]),
+    ("infonce_cosines", INPUTS[2]),
+    ("clip_cosines_of_rows", INPUTS[1]),
+    ("clip_cosines", INPUTS[3]),
+]
 
 
 @pytest.mark.parametrize(("name", "drawn"), nightly(itertools.product(ALL, INPUTS), INPUTS_OF_CI), ids=str)
