@@ -154,6 +154,8 @@ def truth_of(module: ModuleType, inputs: Inputs, with_numbers: bool = False) -> 
         over_prefixes(mathematics, exact, lambda part, place=place: of_prefix(part)[place], _over_norms)  # type: ignore[misc]
         for place in range(2)
     )
+    if mathematics.RENORMALISE:
+        bound = _with_underflow(bound, inputs, sum(map(abs, mathematics.PREFIX_WEIGHTS)))
     slabs = tuple(itertools.pairwise((0, *mathematics.PREFIXES)))
     return Truth(reference, plain_torch(module, inputs), bound, magnitude, slabs=slabs)
 
@@ -163,6 +165,15 @@ def _over_norms(x: Tensor, errors: Tensor) -> Tensor:
     of that: twice the size at most."""
     norms: Tensor = torch.linalg.vector_norm(x.to(errors.dtype), dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
     return 2 * errors / norms
+
+
+def _with_underflow(bound: LossAndGrads, inputs: Inputs, weights: float) -> LossAndGrads:
+    """The bound where g of cosines is stored times the inverse norms of its pair: long features let that underflow
+    where g itself does not, and are multiplied by it."""
+    smallest = torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32)).smallest_normal
+    of_pair = abs(float(inputs.scale)) * weights * smallest / len(inputs.q)
+    q, k = (of_pair * x.double().abs().sum(0) for x in (inputs.q, inputs.others))
+    return bound._replace(dq=bound.dq + k, dk=bound.dk + q)
 
 
 def truth_by_slices(module: ModuleType, inputs: Inputs) -> Truth:
