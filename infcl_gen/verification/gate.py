@@ -2,7 +2,8 @@
 
     ||a - ref||  <=  2 * ||plain - ref||  +  2 * ||bound||        for each of loss, dq, dk, dscale, dbias,
                                                                   over the whole tensor and for each row;
-                                                                  over prefixes for each slab of columns, too
+                                                                  over prefixes also for the columns by which
+                                                                  each exceeds the one before
 
 `ref` is the fp64 oracle, `plain` plain torch in the same dtype (see `oracle`), and `bound` a first-order error analysis
 of the data at hand (see `bounds`). There is no bare absolute tolerance, because gradients are of order 1/M.
@@ -83,18 +84,18 @@ def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list
     return [_by_slabs(truth.slabs, *each) for each in compared(result, *parts)]
 
 
-def _by_slabs(slabs: tuple[tuple[int, int], ...], name: str, value: Any, *others: Tensor) -> GateRow:
-    """The verdict on the whole, and of gradients of features on each slab of columns: that of the longest prefix alone
-    may be so small that its error is none of the whole."""
-    whole = _judge(name, value, *others)
+def _by_slabs(slabs: tuple[tuple[int, int], ...], name: str, value: Any, reference: Tensor, *others: Tensor) -> GateRow:
+    """The verdict on the whole and, of gradients of features, on each slab of columns and its rows: what the longest
+    prefix has alone may be so small that its error is none of the whole."""
+    whole = _judge(reference, name, value, reference, *others)
     if not (slabs and name in ("dq", "dk") and whole.passed):
         return whole
     rows = [whole]
     for start, stop in slabs:
-        parts = (x[..., start:stop] for x in (value, *others))
-        rows.append(_judge(f"{name} of columns {start} to {stop - 1}", *parts))
-    worst = next((row for row in rows if not row.passed), whole)
-    return GateRow(name, worst.passed, max(row.ratio for row in rows), worst.detail)
+        parts = (x[..., start:stop] for x in (value, reference, *others))
+        rows.append(_judge(reference, f"{name} of columns {start} to {stop - 1}", *parts))
+    first_bad = next((row for row in rows if not row.passed), whole)
+    return GateRow(name, first_bad.passed, max(row.ratio for row in rows), first_bad.detail)
 
 
 def gate_states(given: Mapping[str, Any], truth: Truth) -> list[GateRow]:
@@ -116,7 +117,7 @@ def gate_numbers(loss: Tensor, gradients: Mapping[str, Any], truth: Truth) -> li
 def _judge_own(name: str, found: Any, value: Tensor, bound: Tensor) -> GateRow:
     own = None if found is None else torch.finfo(found.dtype)
     rounded = 0.0 if own is None else own.eps / 2 * value.abs() + own.smallest_normal * own.eps
-    return _judge(name, found, value, value, bound + rounded, value)  # plain torch has no credit
+    return _judge(value, name, found, value, value, bound + rounded, value)  # plain torch has no credit
 
 
 def _is_too_large(loss: Tensor, truth: Truth) -> bool:
@@ -155,7 +156,9 @@ def truth_of(module: ModuleType, inputs: Inputs, with_numbers: bool = False) -> 
         for place in range(2)
     )
     if mathematics.RENORMALISE:
-        bound = _with_underflow(bound, inputs, sum(map(abs, mathematics.PREFIX_WEIGHTS)))
+        weights = max(len(mathematics.PREFIXES), sum(map(abs, mathematics.PREFIX_WEIGHTS)))  # before or after them
+        slope = float(mathematics.gradient_factor(torch.as_tensor(inputs.scale), torch.as_tensor(inputs.bias or 0.0)))
+        bound = _with_underflow(bound, inputs, abs(slope) * weights)
     slabs = tuple(itertools.pairwise((0, *mathematics.PREFIXES)))
     return Truth(reference, plain_torch(module, inputs), bound, magnitude, slabs=slabs)
 
@@ -167,11 +170,11 @@ def _over_norms(x: Tensor, errors: Tensor) -> Tensor:
     return 2 * errors / norms
 
 
-def _with_underflow(bound: LossAndGrads, inputs: Inputs, weights: float) -> LossAndGrads:
+def _with_underflow(bound: LossAndGrads, inputs: Inputs, slopes: float) -> LossAndGrads:
     """The bound where g of cosines is stored times the inverse norms of its pair: long features let that underflow
     where g itself does not, and are multiplied by it."""
     smallest = torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32)).smallest_normal
-    of_pair = abs(float(inputs.scale)) * weights * smallest / len(inputs.q)
+    of_pair = slopes * smallest / len(inputs.q)
     q, k = (of_pair * x.double().abs().sum(0) for x in (inputs.q, inputs.others))
     return bound._replace(dq=bound.dq + k, dk=bound.dk + q)
 
@@ -208,7 +211,10 @@ def failures(rows: list[GateRow]) -> str:
     return "; ".join(row.detail for row in rows if not row.passed)
 
 
-def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
+def _judge(
+    whole: Tensor, name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor
+) -> GateRow:
+    """The verdict on one quantity, or on some columns of it, of which `whole` is the reference with all columns."""
     if value is None or reference is None:
         return GateRow(name, False, 0.0, f"{name}: there is one where there should be none, or the reverse")
     wide = torch.promote_types(value.dtype, torch.float32)
@@ -216,7 +222,7 @@ def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tenso
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
-    size_of_row = torch.where(reference.isfinite(), reference.abs(), 0.0)
+    size_of_row = torch.where(whole.isfinite(), whole.abs(), 0.0)
     if reference.dim():
         size_of_row = size_of_row.amax(-1, keepdim=True)
     beyond = reference.isfinite() & (size_of_row > largest) & ~value.isfinite()

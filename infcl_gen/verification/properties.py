@@ -270,7 +270,8 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
     problem, draw = module.SPEC["problem"], random.Random(0)
     largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
     sizes = [size for size in rows if size <= largest] or [1]
-    features = (*FEATURES, *[SOLVED] * bool(Traits(**module.SPEC["loss"]["traits"]).slabs))
+    solved = [SOLVED] * bool(Traits(**module.SPEC["loss"]["traits"]).slabs)
+    features = (*FEATURES[:3], *solved, *FEATURES[3:], *solved)  # an odd number: each meets all layouts and ranks
     cases = []
     for index in range(examples):
         queries = draw.choice(sizes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import types
 
@@ -22,6 +23,7 @@ from infcl_gen.verification.properties import (
     FEATURES,
     LAYOUTS,
     SCALES,
+    SOLVED,
     Case,
     Inputs,
     check_case,
@@ -372,6 +374,34 @@ def test_cases_are_the_same_for_the_same_seed_and_see_every_structure() -> None:
     assert any(case.keys < case.queries for case in first) and any(case.keys > case.queries for case in first)
     for a, b in zip(tensors(first[5], "label")[:2], tensors(second[5], "label")[:2], strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_cases_of_prefixes_are_often_solved() -> None:
+    """Also among the few that the interpreter takes; each kind of features meets contiguous rows and others."""
+    package = infcl_gen.load(batch_size=500, dim=8, dtype="fp32", target="cpu", prefixes=[2, 8])
+    drawn = random_cases(package, 90)
+    assert SOLVED in {case.features for case in drawn[:7]}
+    both = {(case.features, case.layout == "contiguous") for case in drawn}
+    assert both == set(itertools.product((*FEATURES, SOLVED), (False, True)))
+
+
+def test_slabs_of_columns_are_judged() -> None:
+    """A slab may be small: its error is none of the whole. A row that leaves the range may be infinite in all slabs."""
+    small = torch.tensor([[1.0, 1.0, 1e-6, 1e-6]], dtype=torch.float64)
+    large = torch.tensor([[1e6, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    wrong, beyond = small.clone(), torch.full((1, 4), math.inf, dtype=torch.float16)
+    wrong[0, 2] = 2e-6
+    number = torch.ones((), dtype=torch.float64)
+    for rows, found, slabs, fails in (
+        (small, wrong, (), ""), (small, wrong, ((0, 2), (2, 4)), "dq of columns 2 to 3"),
+        (small, small, ((0, 2), (2, 4)), ""), (large, beyond, ((0, 2), (2, 4)), ""),
+    ):  # fmt: skip
+        parts = [
+            LossAndGrads(number, *(x * size for x in (rows, rows)), number, number) for size in (1.0, 1.0, 1e-5, 1.0)
+        ]
+        truth = Truth(*parts, slabs=slabs)
+        detail = failures(gate((number, found, rows, number, number), truth))
+        assert detail.startswith(fails) and bool(detail) == bool(fails), detail
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
