@@ -241,7 +241,7 @@ def test_the_source_stays_small() -> None:
     106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
     kernels read, 36 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
     that is seldom finite, 45 tell ranks of what one cannot take, count what ranks compute, and read negated tensors,
-    12 keep files of comparisons that would lose some, 45 judge gradients of each slab of columns;
+    12 keep files of comparisons that would lose some, 56 judge gradients of each slab of columns;
     850 make pages.
     The records of built-in losses count for nothing: a loss is added without a thought of lines."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
@@ -249,5 +249,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_331, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_342, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_100 and pages <= 850 and step <= 3_560

@@ -36,6 +36,8 @@ multiples of q_i by g of these products; that of a weight is a value at r, p and
 Of features that are multiplied by numbers of their rows all this is said of the products, which are rounded to u: w + u
 then stands for w. The gradient of the features is that of the product times the number, rounded once more. That of a
 number is the dot product of the features and the gradient of the product.
+Over prefixes the bounds of all add up. Of cosines they are said of the quotients, and the gradient of a feature is
+divided by its norm. Their g is stored times the inverse norms of its pair, and underflows with these.
 
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
 the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
@@ -58,6 +60,7 @@ from torch import Tensor
 
 from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.means import EACH
+from infcl_gen.runtime.renormalised import SMALLEST_NORM
 from infcl_gen.runtime.selftest import product_roundoff
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.runtime.weighted import STRIP_ROWS
@@ -70,7 +73,9 @@ from infcl_gen.verification.oracle import (
     mean_share,
     negatives_left_out,
     numbers_of_rows,
+    over_prefixes,
     pair_values,
+    plain_of_all,
     slopes_of_pooled,
 )
 
@@ -192,6 +197,42 @@ def error_bound(
     names = traits.vectors[traits.weighed :]
     numbers = {name: error + statistics.smallest_normal for name, error in numbers.items()}
     return bound, magnitude, dict(zip(names, zip(*errors.states, strict=True), strict=True)), numbers
+
+
+def bound_over_prefixes(module: ModuleType, inputs: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
+    """The bound and the magnitudes of a loss over prefixes: each prefix has its own, and they add up."""
+    mathematics = loss_module(module)
+
+    def of_prefix(part: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
+        exact = part._replace(q=part.q.double(), k=part.others.double())
+        return error_bound(module, part, plain_of_all(mathematics, exact), inputs.q.dtype)[:2]
+
+    # Quotients by norms are exact to the statistics' dtype.
+    exact = inputs._replace(q=inputs.q.double(), k=inputs.others.double()) if mathematics.RENORMALISE else inputs
+    bound, magnitude = (
+        over_prefixes(mathematics, exact, lambda part, place=place: of_prefix(part)[place], _over_norms)  # type: ignore[misc]
+        for place in range(2)
+    )
+    return (_with_underflow(bound, mathematics, inputs) if mathematics.RENORMALISE else bound), magnitude
+
+
+def _over_norms(x: Tensor, errors: Tensor) -> Tensor:
+    """Errors in the gradient of x from those of x over its norm. What x has along itself is taken off, with the errors
+    of that: twice the size at most."""
+    norms: Tensor = torch.linalg.vector_norm(x.to(errors.dtype), dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
+    return 2 * errors / norms
+
+
+def _with_underflow(bound: LossAndGrads, mathematics: Any, inputs: Inputs) -> LossAndGrads:
+    """The bound where g of cosines is stored times the inverse norms of its pair, before or after its prefix's weight:
+    long features let that underflow where g itself does not, and are multiplied by it."""
+    smallest = torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32)).smallest_normal
+    _, _, scale, bias = inputs.leaves(torch.float64, torch.float64)
+    weights = max(len(mathematics.PREFIXES), sum(map(abs, mathematics.PREFIX_WEIGHTS)))
+    slope = abs(float(mathematics.gradient_factor(scale.detach(), bias.detach())))
+    of_pair = slope * weights * smallest / len(inputs.q)
+    of_q, of_k = (of_pair * x.double().abs().sum(0) for x in (inputs.q, inputs.others))
+    return bound._replace(dq=bound.dq + of_k, dk=bound.dk + of_q)
 
 
 def _times_scales(results: LossAndGrads, inputs: Inputs, power: int = 1) -> LossAndGrads:

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infcl_gen.runtime.renormalised import SMALLEST_NORM
 from infcl_gen.runtime.selftest import ROUNDINGS, compared, product_roundoff
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.bounds import error_bound
+from infcl_gen.verification.bounds import bound_over_prefixes, error_bound
 from infcl_gen.verification.oracle import (
     Inputs,
     LossAndGrads,
@@ -38,8 +37,6 @@ from infcl_gen.verification.oracle import (
     loss_module,
     oracle,
     oracle_by_slices,
-    over_prefixes,
-    plain_of_all,
     plain_torch,
 )
 
@@ -145,38 +142,9 @@ def truth_of(module: ModuleType, inputs: Inputs, with_numbers: bool = False) -> 
         of_numbers = {name: (gradients[name], numbers[name]) for name in gradients}
         return Truth(reference, plain_torch(module, inputs), bound, magnitude, states, of_numbers)
 
-    def of_prefix(part: Inputs) -> tuple[LossAndGrads, LossAndGrads]:
-        exact = part._replace(q=part.q.double(), k=part.others.double())
-        return error_bound(module, part, plain_of_all(mathematics, exact), inputs.q.dtype)[:2]
-
-    # Bounds of sums: each prefix has its own. Quotients are exact to the statistics' dtype.
-    exact = inputs._replace(q=inputs.q.double(), k=inputs.others.double()) if mathematics.RENORMALISE else inputs
-    bound, magnitude = (
-        over_prefixes(mathematics, exact, lambda part, place=place: of_prefix(part)[place], _over_norms)  # type: ignore[misc]
-        for place in range(2)
-    )
-    if mathematics.RENORMALISE:
-        weights = max(len(mathematics.PREFIXES), sum(map(abs, mathematics.PREFIX_WEIGHTS)))  # before or after them
-        slope = float(mathematics.gradient_factor(torch.as_tensor(inputs.scale), torch.as_tensor(inputs.bias or 0.0)))
-        bound = _with_underflow(bound, inputs, abs(slope) * weights)
+    bound, magnitude = bound_over_prefixes(module, inputs)
     slabs = tuple(itertools.pairwise((0, *mathematics.PREFIXES)))
     return Truth(reference, plain_torch(module, inputs), bound, magnitude, slabs=slabs)
-
-
-def _over_norms(x: Tensor, errors: Tensor) -> Tensor:
-    """Errors in the gradient of x from those of x over its norm. What x has along itself is taken off, with the errors
-    of that: twice the size at most."""
-    norms: Tensor = torch.linalg.vector_norm(x.to(errors.dtype), dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
-    return 2 * errors / norms
-
-
-def _with_underflow(bound: LossAndGrads, inputs: Inputs, slopes: float) -> LossAndGrads:
-    """The bound where g of cosines is stored times the inverse norms of its pair: long features let that underflow
-    where g itself does not, and are multiplied by it."""
-    smallest = torch.finfo(torch.promote_types(inputs.q.dtype, torch.float32)).smallest_normal
-    of_pair = slopes * smallest / len(inputs.q)
-    q, k = (of_pair * x.double().abs().sum(0) for x in (inputs.q, inputs.others))
-    return bound._replace(dq=bound.dq + k, dk=bound.dk + q)
 
 
 def truth_by_slices(module: ModuleType, inputs: Inputs) -> Truth:

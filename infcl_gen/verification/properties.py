@@ -271,7 +271,9 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
     largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
     sizes = [size for size in rows if size <= largest] or [1]
     solved = [SOLVED] * bool(Traits(**module.SPEC["loss"]["traits"]).slabs)
-    features = (*FEATURES[:3], *solved, *FEATURES[3:], *solved)  # an odd number: each meets all layouts and ranks
+    # SOLVED among the first, for the few examples of the interpreter; twice, as an odd number of kinds take turns in
+    # what follows from the parity of the index.
+    features = (*FEATURES[:3], *solved, *FEATURES[3:], *solved)
     cases = []
     for index in range(examples):
         queries = draw.choice(sizes)

@@ -29,8 +29,10 @@ ALL = {"clip": CLIP, "infonce": INFONCE, "clip_cosines": CLIP_COSINES, "infonce_
 RAGGED = nightly(ALL, [each for each in ALL if each not in ("infonce_of_rows", "clip_cosines_of_rows")])
 
 
-INPUTS = [("unit", "contiguous", 14.3), ("matched", "strided", 100.0), ("unnormalised", "contiguous", 1000.0)]
-INPUTS += [("solved", "contiguous", 20.0)]
+INPUTS = [
+    ("unit", "contiguous", 14.3), ("matched", "strided", 100.0), ("unnormalised", "contiguous", 1000.0),
+    ("solved", "contiguous", 20.0),
+]  # fmt: skip
 # Strided products and cosines of any length; of the other two losses the gate judges ragged sizes.
 INPUTS_OF_CI = [
     ("clip", INPUTS[1]),

@@ -385,6 +385,21 @@ def test_cases_of_prefixes_are_often_solved() -> None:
     assert both == set(itertools.product((*FEATURES, SOLVED), (False, True)))
 
 
+def test_g_of_long_features_may_underflow() -> None:
+    """Stored times the inverse norms of its pair, g of 1e-37 is too small for fp32; its product with a long query is
+    not. The gradient of the key may lack half of the smallest number times that query, but not ten of them."""
+    package = infcl_gen.load(
+        loss="infonce", batch_size=2, dim=8, dtype="fp32", target="cpu", prefixes=[2, 8], renormalise=True
+    )
+    q, k = 1e6 * torch.eye(8)[:1], 1e-3 * torch.eye(8)[:2]
+    truth = truth_of(package, Inputs(q, k, 85.0, 0.0))
+    lost = 85.0 * torch.finfo(torch.float32).smallest_normal * q[0].double()
+    for times, passes in ((0.5, True), (10.0, False)):
+        found = truth.reference._replace(dk=truth.reference.dk.clone())
+        found.dk[1] += times * lost
+        assert (failures(gate(found, truth)) == "") == passes
+
+
 def test_slabs_of_columns_are_judged() -> None:
     """A slab may be small: its error is none of the whole. A row that leaves the range may be infinite in all slabs."""
     small = torch.tensor([[1.0, 1.0, 1e-6, 1e-6]], dtype=torch.float64)
