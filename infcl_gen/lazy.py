@@ -34,6 +34,7 @@ from infcl_gen.garbage import uncollected
 from infcl_gen.inputs.builtin import builtin_positives
 from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
 from infcl_gen.inputs.text import parse_bytes, parse_prefixes, suggestion
+from infcl_gen.lengths import Lengths, lengths_apart
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import compare, header, unpaired
 from infcl_gen.runtime.group import Group, find_group
@@ -86,8 +87,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
     loss           a built-in loss, FILE.py:NAME as text or path, or a LossSpec, which is pickled as its formula
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
-    prefixes       counts of first columns of the features, or {count: weight}: the loss is the sum of those of each;
-                   None: one loss of all columns
+    prefixes       counts of first columns of the features, or {count: weight}: the loss is the sum of those of each, by
+                   a call for each where no package has all at once; None: one loss of all columns
     renormalise    whether similarities of each prefix are cosines of its columns
     group, grad_sync, check_ranks   as for `contrastive_loss`
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
@@ -122,6 +123,9 @@ class ContrastiveLoss(api.ContrastiveLoss):
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
+        self._lengths = _lengths(loss, prefixes, renormalise)
+        if self._lengths is not None:
+            prefixes, renormalise = None, False
         self.loss, self.memory_budget = _text(loss, prefixes, renormalise=renormalise), memory_budget
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
@@ -138,6 +142,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
 
     def _loss(self, *arguments: Any) -> Tensor:
+        if self._lengths is not None:
+            return self._lengths.total(functools.partial(_run, self.loss, self.memory_budget), arguments)
         return _run(self.loss, self.memory_budget, arguments)
 
 
@@ -194,7 +200,8 @@ def contrastive_loss(
                    device at the first or at each; "never": only that they are in the same call
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
     prefixes       counts of first columns of the features, or {count: weight}, of which the last is D: the loss is the
-                   sum of those of each, times its weight; not under torch.compile. None: one loss of all columns
+                   sum of those of each, times its weight; not under torch.compile. Where no package has all at once,
+                   as of sums over pairs, it is a call for each, with `memory_budget`. None: one loss of all columns
     renormalise    whether similarities of each prefix are cosines of its columns
 
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree, and what
@@ -205,9 +212,13 @@ def contrastive_loss(
         options = api.options_of(group, grad_sync, reduction, check_ranks)
     own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
+    arguments = q, k, scale, bias, own, *of_pairs, options
+    if prefixes is not None and (lengths := _lengths(loss, prefixes, renormalise)) is not None:
+        run = functools.partial(_run, _text(loss, reduction=reduction), memory_budget)
+        return lengths.total(run, arguments)
     if type(loss) is not str or ":" in loss or prefixes is not None or reduction == "none" or renormalise:
         loss = _text(loss, prefixes, reduction, renormalise)
-    return _run(loss, memory_budget, (q, k, scale, bias, own, *of_pairs, options))
+    return _run(loss, memory_budget, arguments)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -299,16 +310,32 @@ def _untraced() -> Callable[..., Tensor]:
     return _disabled or _load_and_run
 
 
-def _text(loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise: bool = False) -> Any:
-    """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes or rows, as its literals.
+def _lengths(loss: Any, prefixes: Any, renormalise: bool) -> Lengths | None:
+    """How calls add up the loss over prefixes that no package has at once. None of all other losses, and of those that
+    `_text` or `_check` refuses."""
+    if prefixes is None or torch.compiler.is_compiling():
+        return None
+    with in_python_words(), contextlib.suppress(TypeError):  # of a loss that cannot be hashed
+        if found := parse_prefixes(prefixes):
+            return lengths_apart(_absolute(loss), found, renormalise)
+    return None
 
-    A file by its absolute path, since the process may change its folder before the first call. Raises InputError for
-    wrong prefixes; a wrong loss is refused by `_check`, which tells the other ranks.
-    """
+
+def _absolute(loss: Any) -> Any:
+    """The loss, a file by its absolute path: the process may change its folder before the first call."""
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
     if isinstance(text, str) and ":" in text:
         file, _, name = text.rpartition(":")
         text = f"{os.path.abspath(file)}:{name}"
+    return text
+
+
+def _text(loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise: bool = False) -> Any:
+    """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes or rows, as its literals.
+
+    Raises InputError for wrong prefixes; a wrong loss is refused by `_check`, which tells the other ranks.
+    """
+    text = _absolute(loss)
     if renormalise and prefixes is None:
         raise InputError("renormalise: cosines are of prefixes; give prefixes, for example [96, 192, 384, 768]")
     if prefixes is not None or reduction == "none":

@@ -127,6 +127,27 @@ def troubles(argument: Any, seat: Seat) -> Any:
     return found
 
 
+def lengths(argument: Any, seat: Seat) -> Any:
+    """The loss of this rank's rows over lengths that no package has at once, and what wrong features are told."""
+    from tests.test_lengths import leaves
+
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 30.0)
+    first = sum(argument["rows"][: seat.rank])
+    rows, found = slice(first, first + argument["rows"][seat.rank]), dict[str, Any]()
+    q, k = (x.detach().float()[rows].requires_grad_() for x in leaves("siglip")[:2])
+    how: Any = {"loss": "siglip", "prefixes": {int(d): w for d, w in argument["prefixes"].items()}}
+    wide: Any = _features(len(q), 24, seat.rank)
+    for name, wrong in (("no tensor", ([1.0], k)), ("another width", wide)):
+        try:
+            infcl_gen.contrastive_loss(*(wrong if seat.rank else (q, k)), 1.5, **how)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    loss = infcl_gen.contrastive_loss(q, k, 1.5, **how)
+    loss.backward()
+    return found | {"value": infcl_gen.global_value(loss).item(), "dq": q.grad.tolist(), "dk": k.grad.tolist()}
+
+
 def orders(argument: Any, seat: Seat) -> Any:
     """Loads that must not depend on the order of threads, on what a store holds, or on one machine's records."""
     os.environ["INFCL_GEN_CACHE"] = argument["cache"]

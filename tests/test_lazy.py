@@ -221,7 +221,7 @@ def test_a_module_is_refused_where_it_is_made() -> None:
         (infcl_gen.InputError, "^renormalise: cosines are of prefixes; give prefixes", {"renormalise": True}),
         (TypeError, "^ContrastiveLoss is the mean over the batch", {"reduction": "none"}),
         (infcl_gen.InputError, "; did you mean 'infonce'[?]$", {"loss": "infoNCE"}),
-        (infcl_gen.InputError, "not for sums over pairs", {"loss": "siglip", "prefixes": [2, 8]}),
+        (infcl_gen.InputError, "a state is of one length", {"loss": "sogclr", "prefixes": [2, 8]}),
         (ValueError, "^grad_sync must be one of", {"grad_sync": "avg"}),
     ):  # fmt: skip
         with pytest.raises(error, match=message):

@@ -63,7 +63,7 @@ from sympy import Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.form import STATES, Form, PairTerm, form_of, refuse
-from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
+from infcl_gen.losses.language import LossError, LossSpec, PrefixesApartError, bias, scale, z
 from infcl_gen.losses.printers import (
     Printer,
     c,
@@ -449,7 +449,7 @@ def derive(spec: LossSpec) -> Derivation:
         _check_prefixes(derivation)
         return derivation
     except LossError as refusal:
-        raise LossError(f"loss {spec.name}: {refusal}") from None
+        raise type(refusal)(f"loss {spec.name}: {refusal}") from None
 
 
 def _check_rows(derivation: Derivation) -> None:
@@ -473,23 +473,22 @@ def _check_rows(derivation: Derivation) -> None:
 
 
 def _check_prefixes(derivation: Derivation) -> None:
-    """Raises LossError for prefixes of a loss whose sweeps keep one similarity of a pair."""
+    """Raises PrefixesApartError for prefixes of a loss whose sweeps keep one similarity of a pair."""
     traits, only = derivation.traits, "prefixes have kernels for losses of log-sum-exps and one positive"
-    if not traits.slabs:
-        return
-    refuse(
-        (traits.pairs, f"{only}, not for sums over pairs: add the losses of sliced features"),
-        (traits.triangle, f"{only} of two sides: give both sides, and write z"),
-        (
-            traits.combined and not derivation.form.linear,
-            f"{only}, of which terms are constant multiples: write such a term, as that of clip",
-        ),
-        (traits.classes, f"{only} that leave no pairs out: write log-sum-exps without where="),
-        (traits.guide, f"{only} without a guide: add the losses of sliced features"),
-        (traits.scaled, f"{only} without factors of z: multiply the features of queries and keys by them"),
-        (traits.means or traits.weighted, f"{only} without means of logits: leave mean_of_keys(x) out"),
-        (not traits.affine, f"{only} of an affine logit: write scale * z + bias"),
+    instead = "write the loss without, and pass prefixes to infcl_gen.contrastive_loss, which adds up a loss of each"
+    checks = (
+        (traits.pairs, "not for sums over pairs"),
+        (traits.triangle, "of two sides"),
+        (traits.combined and not derivation.form.linear, "of which terms are constant multiples"),
+        (traits.classes, "that leave no pairs out"),
+        (traits.guide, "without a guide"),
+        (traits.scaled, "without factors of z"),
+        (traits.means or traits.weighted, "without means of logits"),
+        (not traits.affine, "of an affine logit"),
     )
+    for holds, which in checks:
+        if holds and traits.slabs:
+            raise PrefixesApartError(f"{only}, {which}: {instead}")
 
 
 def _derived(form: Form) -> Derivation:

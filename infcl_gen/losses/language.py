@@ -104,6 +104,10 @@ class LossError(InputError):
     """A loss is not well formed, or no kernel implements it."""
 
 
+class PrefixesApartError(LossError):
+    """A loss has kernels, but none for all of its prefixes at once."""
+
+
 @dataclass(frozen=True)
 class LossSpec:
     """A loss: its name, its formula, and which key is the positive of a query.
