@@ -100,6 +100,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
     rank, where there is no package for the batch.
     """
 
+    _lengths: Lengths | None = None  # how calls add up the loss
+
     def __init__(
         self,
         loss: str | os.PathLike[str] | Formula = "clip",
@@ -123,10 +125,10 @@ class ContrastiveLoss(api.ContrastiveLoss):
             if name not in known:
                 raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
-        self._lengths = _lengths(loss, prefixes, renormalise)
+        self.loss, self._lengths = _text_over(loss, prefixes, renormalise=renormalise)
+        self.memory_budget = memory_budget
         if self._lengths is not None:
             prefixes, renormalise = None, False
-        self.loss, self.memory_budget = _text(loss, prefixes, renormalise=renormalise), memory_budget
         with in_python_words():
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
             over = {"prefixes": prefixes, "renormalise": renormalise}
@@ -143,7 +145,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
     def _loss(self, *arguments: Any) -> Tensor:
         if self._lengths is not None:
-            return self._lengths.total(functools.partial(_run, self.loss, self.memory_budget), arguments)
+            return _added_up(self._lengths, self.loss, self.memory_budget, arguments)
         return _run(self.loss, self.memory_budget, arguments)
 
 
@@ -213,11 +215,10 @@ def contrastive_loss(
     own = query_weight, key_weight, negatives, query_state, key_state, query_scale, key_scale
     of_pairs = labels, query_ids, key_ids, guide_queries, guide_keys
     arguments = q, k, scale, bias, own, *of_pairs, options
-    if prefixes is not None and (lengths := _lengths(loss, prefixes, renormalise)) is not None:
-        run = functools.partial(_run, _text(loss, reduction=reduction), memory_budget)
-        return lengths.total(run, arguments)
     if type(loss) is not str or ":" in loss or prefixes is not None or reduction == "none" or renormalise:
-        loss = _text(loss, prefixes, reduction, renormalise)
+        loss, lengths = _text_over(loss, prefixes, reduction, renormalise)
+        if lengths is not None:
+            return _added_up(lengths, loss, memory_budget, arguments)
     return _run(loss, memory_budget, arguments)
 
 
@@ -270,6 +271,27 @@ def _run(loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Ten
     return found
 
 
+def _added_up(lengths: Lengths, loss: Any, memory_budget: str | int, arguments: tuple[Any, ...]) -> Tensor:
+    """The sum of the losses of all lengths, each of a call of its own. The other ranks hear of an error.
+
+    The longest is the first: it has all columns, whose number ranks compare.
+    """
+    total: Tensor | None = None
+    for columns, weight in reversed(lengths.prefixes):
+        try:
+            given = lengths.arguments(columns, arguments)
+        except Exception:
+            if (group := find_group(arguments[-1].group_name)) is not None:
+                group.exchange(_header(None, arguments[0], arguments[1], accepted=False))
+            raise
+        loss_of_length = _run(loss, memory_budget, given) * weight
+        if total is None:
+            lengths.check_width(arguments[0].shape[1])
+        total = loss_of_length if total is None else total + loss_of_length
+    assert total is not None
+    return total
+
+
 def _autocast_dtype(q: Tensor, device: str) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
 
@@ -310,18 +332,7 @@ def _untraced() -> Callable[..., Tensor]:
     return _disabled or _load_and_run
 
 
-def _lengths(loss: Any, prefixes: Any, renormalise: bool) -> Lengths | None:
-    """How calls add up the loss over prefixes that no package has at once. None of all other losses, and of those that
-    `_text` or `_check` refuses."""
-    if prefixes is None or torch.compiler.is_compiling():
-        return None
-    with in_python_words(), contextlib.suppress(TypeError):  # of a loss that cannot be hashed
-        if found := parse_prefixes(prefixes):
-            return lengths_apart(_absolute(loss), found, renormalise)
-    return None
-
-
-def _absolute(loss: Any) -> Any:
+def _path(loss: Any) -> Any:
     """The loss, a file by its absolute path: the process may change its folder before the first call."""
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
     if isinstance(text, str) and ":" in text:
@@ -330,12 +341,27 @@ def _absolute(loss: Any) -> Any:
     return text
 
 
-def _text(loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise: bool = False) -> Any:
-    """The loss as text, which compiled code is guarded by; a LossSpec, and one over prefixes or rows, as its literals.
+def _text(loss: Any) -> Any:
+    """The loss as text, which compiled code is guarded by; a LossSpec as its literals.
 
-    Raises InputError for wrong prefixes; a wrong loss is refused by `_check`, which tells the other ranks.
+    A wrong loss is refused by `_check`, which tells the other ranks.
     """
-    text = _absolute(loss)
+    text = _path(loss)
+    if not isinstance(text, str) and isinstance(text, Formula):
+        if torch.compiler.is_compiling():
+            raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
+        with contextlib.suppress(InputError):  # `_check` raises it, and tells the other ranks
+            return _literals(loss)
+    return text
+
+
+def _text_over(
+    loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise: bool = False
+) -> tuple[Any, Lengths | None]:
+    """The loss over these prefixes, or for each query, as text; and how calls add it up, where no package has all of
+    its prefixes at once. Raises InputError for wrong prefixes."""
+    if not isinstance(renormalise, bool):
+        raise InputError(f"renormalise: {renormalise!r} is neither True nor False")
     if renormalise and prefixes is None:
         raise InputError("renormalise: cosines are of prefixes; give prefixes, for example [96, 192, 384, 768]")
     if prefixes is not None or reduction == "none":
@@ -349,27 +375,30 @@ def _text(loss: Any, prefixes: Any = None, reduction: str = "mean", renormalise:
         try:
             with in_python_words():
                 if (found := parse_prefixes(prefixes)) or reduction == "none":
-                    return _changed(text, found, reduction, renormalise)
+                    return _changed(_path(loss), found, reduction, renormalise)
         except InputError:
             if prefixes is not None:
                 raise
         except TypeError:  # a loss that cannot be hashed: `_check` refuses it, too
-            return text
-    if not isinstance(text, str) and isinstance(text, Formula):
-        if torch.compiler.is_compiling():
-            raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
-        with contextlib.suppress(InputError):  # `_check` raises it, and tells the other ranks
-            return _literals(loss)
-    return text
+            return loss, None
+    return _text(loss), None
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # 1 is no True
-def _changed(loss: Any, prefixes: tuple[tuple[int, float], ...], reduction: str, renormalise: bool) -> str:
-    """The loss over these prefixes, or for each query, as JSON. Raises LossError for one that cannot have them."""
-    from infcl_gen.losses import load_loss, over_prefixes
+def _changed(
+    loss: Any, prefixes: tuple[tuple[int, float], ...], reduction: str, renormalise: bool
+) -> tuple[str, Lengths | None]:
+    """What `_text_over` finds. Raises LossError for a loss that cannot have these prefixes, or losses of queries."""
+    from infcl_gen.losses import LossError, is_being_read, load_loss, over_prefixes
 
-    spec = over_prefixes(load_loss(loss), prefixes, renormalise)
-    return _literals(dataclasses.replace(spec, reduction="none") if reduction == "none" else spec)
+    if is_being_read(loss):
+        raise LossError(f"loss: {loss!r} is being read: beside prefixes or reduction='none' give the LossSpec itself")
+    spec = load_loss(loss)
+    if reduction == "none":
+        spec = dataclasses.replace(spec, reduction="none")
+    if prefixes and (lengths := lengths_apart(spec, prefixes, renormalise)) is not None:
+        return loss if isinstance(loss, str) and reduction == "mean" else _literals(spec), lengths
+    return _literals(over_prefixes(spec, prefixes, renormalise)), None
 
 
 @functools.lru_cache(maxsize=64)

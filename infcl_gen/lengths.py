@@ -5,15 +5,21 @@ one similarity of a pair. Their products are those of all lengths: of 96, 192, 3
 the last.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from infcl_gen.inputs.problem import Formula
+from infcl_gen.inputs.problem import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from infcl_gen.losses.language import LossSpec
+
+_DTYPES = [getattr(torch, name) for name in TORCH_DTYPES.values()]
 
 
 class Lengths(NamedTuple):
@@ -22,31 +28,27 @@ class Lengths(NamedTuple):
     prefixes: tuple[tuple[int, float], ...]
     renormalise: bool  # whether similarities of each length are cosines
     padded: bool  # whether features keep their width, as that of a guide is the same
+    digest: str  # of all lengths, 8 characters: what ranks compare
 
-    def total(self, run: Callable[[tuple[Any, ...]], Tensor], arguments: tuple[Any, ...]) -> Tensor:
-        """The sum of `run` of the arguments of each length. Raises ValueError for features of another width.
-
-        The longest comes first. It has all columns: what is wrong with them all ranks hear from its package.
-        """
-        losses = (run(given) * weight for given, weight in self._calls(arguments))
-        total = next(losses)
-        if (width := arguments[0].shape[1]) != (longest := self.prefixes[-1][0]):
-            raise ValueError(f"this loss is over prefixes of {longest} columns, but features have {width}")
-        for loss in losses:
-            total = total + loss
-        return total
-
-    def _calls(self, arguments: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], float]]:
-        q, k, scale, bias, own, *others = arguments
+    def arguments(self, columns: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of a call's arguments those of one length. Ranks compare all lengths in each."""
+        q, k, scale, bias, own, *of_pairs, options = given
         query_weight, key_weight, negatives, *of_single = own
-        for columns, weight in reversed(self.prefixes):
-            first = functools.partial(self._first, columns=columns)
-            of_length = query_weight, key_weight, first(negatives), *of_single
-            yield (first(q), first(k), scale, bias, of_length, *others), weight
+        first_q, first_k, negatives = (self._first(x, columns) for x in (q, k, negatives))
+        own = query_weight, key_weight, negatives, *of_single
+        return first_q, first_k, scale, bias, own, *of_pairs, options._replace(prefixes=self.digest)
+
+    def check_width(self, width: int) -> None:
+        """Raises ValueError for features of another width than the last length."""
+        if width != self.prefixes[-1][0]:
+            counts = ", ".join(str(columns) for columns, _ in self.prefixes)
+            raise ValueError(f"prefixes: {counts} must end with D = {width}: add it, or pass fewer columns")
 
     def _first(self, x: Any, columns: int) -> Any:
         """The first columns of features, or their directions. What are no features the package refuses."""
-        if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
+            return x
+        if x.dim() < 2 or x.dtype not in _DTYPES:
             return x
         width = x.shape[-1]
         if columns < self.prefixes[-1][0]:
@@ -56,21 +58,14 @@ class Lengths(NamedTuple):
         return pad(x, (0, width - x.shape[-1])) if self.padded else x
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # 1 is no True
-def lengths_apart(loss: str | Formula, prefixes: tuple[tuple[int, float], ...], renormalise: bool) -> Lengths | None:
+def lengths_apart(loss: LossSpec, prefixes: tuple[tuple[int, float], ...], renormalise: bool) -> Lengths | None:
     """How to add up the loss over these prefixes, or None where a package has them all. Raises LossError for a loss
-    that is unknown, or cannot have them."""
-    from infcl_gen.losses import LossError, PrefixesApartError, derive, load_loss, over_prefixes  # import SymPy
+    that cannot have them."""
+    from infcl_gen.losses import PrefixesApartError, derive, over_prefixes  # imports SymPy
 
-    whole = load_loss(loss)
     try:
-        derive(over_prefixes(whole, prefixes, renormalise))
+        derive(over_prefixes(loss, prefixes, renormalise))
     except PrefixesApartError:
-        traits = derive(whole).traits
-        if traits.states:
-            raise LossError(
-                f"loss {whole.name}: a state is of one length of the features: add up losses of sliced features, each "
-                "with states of its own"
-            ) from None
-        return Lengths(prefixes, renormalise, padded=traits.guide)
+        digest = f"{zlib.crc32(repr((prefixes, renormalise)).encode()):08x}"
+        return Lengths(prefixes, renormalise, derive(loss).traits.guided, digest)
     return None

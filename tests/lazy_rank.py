@@ -8,12 +8,15 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import normalize
 
 import infcl_gen
 from infcl_gen import lazy
+from infcl_gen import lengths as lengths_module
 from infcl_gen.emission import pipeline
 from infcl_gen.files import record_folders
 from infcl_gen.losses import load_loss
@@ -138,9 +141,25 @@ def lengths(argument: Any, seat: Seat) -> Any:
     q, k = (x.detach().float()[rows].requires_grad_() for x in leaves("siglip")[:2])
     how: Any = {"loss": "siglip", "prefixes": {int(d): w for d, w in argument["prefixes"].items()}}
     wide: Any = _features(len(q), 24, seat.rank)
-    for name, wrong in (("no tensor", ([1.0], k)), ("another width", wide)):
+    sparse = q.detach().to_sparse()
+    others: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "no tensor": ([1.0], k, {}),
+        "sparse": (sparse, k, {"renormalise": True}),
+        "no memory": (q, k, {"renormalise": True}),
+        "another width": (*wide, {}),
+        "other prefixes": (q, k, {"prefixes": [8, 16]}),
+        "another weight": (q, k, {"prefixes": how["prefixes"] | {8: 3.0}}),
+        "cosines": (q, k, {"renormalise": True}),
+        "all columns": (q, k, {"prefixes": None}),
+    }
+    directions = [normalize(x, dim=1) for x in (q, k)]
+    for name, (*features, given) in others.items():
+        if seat.rank == 0:
+            features, given = [q, k], given if name in ("sparse", "no memory") else {}
+        full = [*directions, torch.OutOfMemoryError("out of memory")] if seat.rank and name == "no memory" else None
         try:
-            infcl_gen.contrastive_loss(*(wrong if seat.rank else (q, k)), 1.5, **how)
+            with mock.patch.object(lengths_module, "normalize", side_effect=full or normalize):
+                infcl_gen.contrastive_loss(*features, 1.5, **how | given)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     loss = infcl_gen.contrastive_loss(q, k, 1.5, **how)

@@ -54,11 +54,22 @@ def distill(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(scale * (q @ k.T), target)
 
 
+DIRECTIONS = normalize(TEACHER, dim=2)
+
+
+def cwcl(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+    """arXiv 2309.14580, equation 5, of queries; weights are those of whole guides."""
+    weights = (1 + DIRECTIONS[:, 0] @ DIRECTIONS[:, 1].T) / 2
+    logs = torch.log_softmax(scale * (q @ k.T), 1)
+    return -((weights * logs).sum(1) / weights.sum(1)).mean()
+
+
 CASES: dict[str, tuple[Callable[..., Tensor], Mapping[str, Any]]] = {
     "siglip": (siglip, {}),
     "ntxent": (ntxent, {}),
     "supcon_out": (supcon, {"query_ids": IDS}),
     "gemini": (gemini, {"negatives": OTHERS, "query_ids": torch.arange(ROWS), "key_ids": torch.arange(ROWS)}),
+    "cwcl": (cwcl, {"guide_queries": DIRECTIONS[:, 0], "guide_keys": DIRECTIONS[:, 1]}),
     "distill": (distill, {"guide_queries": TEACHER[:, 0], "guide_keys": TEACHER[:, 1]}),
 }
 # Of negatives only features are renormalised by hand.
@@ -119,6 +130,19 @@ def test_a_module_runs_in_a_graph() -> None:
     torch.testing.assert_close(torch.compile(criterion, fullgraph=True, backend="eager")(q, k, scale), expected)
 
 
+def test_a_call_in_a_graph_breaks_it() -> None:
+    """As one with prefixes of a package does: calls are traced with what is at hand."""
+    q, k, scale = leaves("siglip")
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return infcl_gen.contrastive_loss(q, k, scale, loss="siglip", prefixes=PREFIXES)
+
+    torch.testing.assert_close(torch.compile(call, backend="eager")(q, k), call(q, k))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"prefixes are given to infcl_gen\.ContrastiveLoss, made outside"):
+        torch.compile(call, backend="eager", fullgraph=True)(q, k)
+
+
 def test_a_file_of_the_folder_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a loss is remembered by its relative path."""
     q, k, scale = leaves("siglip")
@@ -135,13 +159,29 @@ def test_a_file_of_the_folder_of_the_call(tmp_path: Path, monkeypatch: pytest.Mo
     torch.testing.assert_close(found[1], 3 * found[0])
 
 
+def test_a_file_that_makes_a_module_of_its_own_loss_gives_the_loss(tmp_path: Path) -> None:
+    """By its name it would be read without end."""
+    file, q, k = tmp_path / "own.py", *leaves("siglip")[:2]
+    for word, error in ((f"{str(file)!r} + ':OWN'", "is being read: .* give the LossSpec itself"), ("OWN", None)):
+        file.write_text(
+            "import infcl_gen\nfrom infcl_gen.losses.language import *\n"
+            "OWN = LossSpec('own', sum_over_pairs(sigmoid(scale * z)) / queries, positives='diagonal')\n"
+            f"criterion = infcl_gen.ContrastiveLoss({word}, prefixes=[8, 16])\n"
+        )
+        how: dict[str, Any] = {"loss": f"{file}:OWN", "prefixes": [8, 16]}
+        if error is not None:
+            with pytest.raises(infcl_gen.InputError, match=error):
+                infcl_gen.contrastive_loss(q, k, 2.0, **how)
+    assert infcl_gen.contrastive_loss(q, k, 2.0, **how).isfinite()
+
+
 def test_what_has_no_sum_of_lengths_is_refused() -> None:
     q, k, scale = leaves("siglip")
     for error, message, loss, prefixes in (
         (infcl_gen.InputError, "^loss sogclr: a state is of one length .*add up losses of sliced", "sogclr", [8, 16]),
         (infcl_gen.InputError, "^prefixes: 8, 4 do not grow", "siglip", [8, 4]),
-        (ValueError, "^this loss is over prefixes of 8 columns, but features have 16$", "siglip", [4, 8]),
-        (ValueError, "^this loss is over prefixes of 32 columns, but features have 16$", "siglip", [4, 32]),
+        (ValueError, "^prefixes: 4, 8 must end with D = 16: add it, or pass fewer columns$", "siglip", [4, 8]),
+        (ValueError, "^prefixes: 4, 32 must end with D = 16: add it", "siglip", [4, 32]),
     ):
         with pytest.raises(error, match=message):
             infcl_gen.contrastive_loss(q, k, scale, loss=loss, prefixes=prefixes)
@@ -153,7 +193,8 @@ def test_what_has_no_sum_of_lengths_is_refused() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_uneven_ranks_have_the_gradients_of_the_whole_batch(tmp_path: Path) -> None:
-    """One rank's wrong features are an error on both, and the next call is in step. Planted: the shortest first."""
+    """What one rank does otherwise is an error on both, and the next call is in step. Planted: the shortest first;
+    an error of one rank's cut that the other does not hear of; lengths that are not compared."""
     argument = {"cache": str(tmp_path), "rows": [7, 5], "prefixes": PREFIXES}
     found = run_ranks("tests.lazy_rank:lengths", argument, 2, 120.0)
     q, k, scale = leaves("siglip")
@@ -165,7 +206,12 @@ def test_uneven_ranks_have_the_gradients_of_the_whole_batch(tmp_path: Path) -> N
         for name, whole in (("dq", dq), ("dk", dk)):
             torch.testing.assert_close(torch.tensor(answer[name]) / 2, whole[rows].float(), rtol=1e-4, atol=1e-6)
         assert re.search(("rank 1 are invalid", "^TypeError: q must")[rank], answer["no tensor"])
+        assert re.search(("rank 1 are invalid", "^ValueError: q must be a dense tensor")[rank], answer["sparse"])
+        assert re.search(("rank 1 are invalid", "^OutOfMemoryError")[rank], answer["no memory"])
         assert "dimension differs (rank 0: 16, rank 1: 24)" in answer["another width"]
+        for name in ("other prefixes", "another weight", "cosines"):
+            assert re.search(r"digest of prefixes differs \(rank 0: (\w{8}), rank 1: (?!\1)\w{8}\)", answer[name])
+        assert re.search(r"digest of prefixes differs \(rank 0: \w{8}, rank 1: none\)", answer["all columns"])
 
 
 @pytest.mark.gpu

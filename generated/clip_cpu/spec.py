@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "bca9e765c49cbed37850e5df4d6b8974ba27e3731087b86c6ff5f6f4a5ac1584",
+    "digest": "874c054135a3fade1e2e0e958647d2a810c38ad29da3af06653384314fe13b6e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

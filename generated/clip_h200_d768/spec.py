@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d92b0476c20703695d1220df2dbfbbfae90b3bf58c0f1dbb412f40ed31bfc31f",
+    "digest": "4f27992092005d9919c7bf44432c7c61ddbe0f5853d834d31d13d0e0d1cac76e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

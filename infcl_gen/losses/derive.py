@@ -473,8 +473,15 @@ def _check_rows(derivation: Derivation) -> None:
 
 
 def _check_prefixes(derivation: Derivation) -> None:
-    """Raises PrefixesApartError for prefixes of a loss whose sweeps keep one similarity of a pair."""
+    """Raises PrefixesApartError for prefixes of a loss whose sweeps keep one similarity of a pair, LossError for those
+    of one with states."""
     traits, only = derivation.traits, "prefixes have kernels for losses of log-sum-exps and one positive"
+    if not traits.slabs:
+        return
+    refuse(
+        (traits.states, "a state is of one length of the features: add up losses of sliced features, each with states "
+                        "of its own"),
+    )  # fmt: skip
     instead = "write the loss without, and pass prefixes to infcl_gen.contrastive_loss, which adds up a loss of each"
     checks = (
         (traits.pairs, "not for sums over pairs"),
@@ -487,7 +494,7 @@ def _check_prefixes(derivation: Derivation) -> None:
         (not traits.affine, "of an affine logit"),
     )
     for holds, which in checks:
-        if holds and traits.slabs:
+        if holds:
             raise PrefixesApartError(f"{only}, {which}: {instead}")
 
 

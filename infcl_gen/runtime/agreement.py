@@ -19,7 +19,7 @@ from .triangle import partners
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
 _ORDER = ("phase", "trips finished", "call number")
 _PASSES = {"trips finished": "passes finished", "call number": "passes finished before its forward"}
-_PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
+_PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction", "digest of prefixes")
 # With check_ranks="never": the plan and frozen sides decide what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
 OWN_KEYS = "{} takes a query and its own key on one rank: give each rank as many keys as queries, not {} and {}"
@@ -159,6 +159,7 @@ def header(
         "differentiated": named(gradients & ~SCALARS or (gradients and SCALARS)),
         "grad_sync": str(options.grad_sync),
         "reduction": str(options.reduction),
+        "digest of prefixes": options.prefixes,
         "rows": features.shape[0] if features.dim() else 0,
         "keys": keys.shape[0] if keys.dim() else 0,
         "first label": label_range[0],

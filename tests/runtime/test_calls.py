@@ -134,7 +134,7 @@ def test_a_traced_graph_keeps_what_a_step_keeps(
     def job(rank: int) -> None:
         q, k = (torch.ones(3 + rank, 8, dtype=torch.float64) for _ in range(2))
         scale, bias = torch.tensor(2.0).double(), torch.tensor(0.0).double()
-        rest = (*[None] * 6, "", "mean", "mean", "first", "none", gradients)
+        rest = (*[None] * 6, "", "mean", "mean", "first", "none", "none", gradients)
         step = forward(q, k, scale, bias, *rest)
         traced = forward(*(x.to("meta") for x in (q, k, scale, bias)), *rest)
         for name, kept, known in zip(("loss", *Saved._fields), step, traced, strict=True):

@@ -58,7 +58,7 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
     for dtypes in ((wide, wide), (wide, narrow), (narrow, wide), (narrow, narrow)):
         q, k, scale = (x.detach() for x in drawn(*dtypes))
         call = (q, k, scale, torch.tensor(0.0), *[None] * 6)
-        options = ("", "mean", "mean", "first", "none")
+        options = ("", "mean", "mean", "first", "none", "none")
         loss, *saved = operators.forward(*call, *options, 15)
         dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options, 15)
         assert (dq.dtype, dk.dtype) == dtypes, f"{dq.dtype}, {dk.dtype} for {dtypes}"
@@ -79,7 +79,7 @@ def operators_are_well_formed(package: ModuleType, cases: list[tuple[tuple[torch
     labelled, ids = traits.labels, traits.ids
     of_pairs = (None, torch.arange(20).flip(0) if labelled else None, *[torch.arange(20) // 3 if ids else None] * 2)
     of_pairs += tuple(x.detach() for x in drawn(torch.bfloat16, torch.bfloat16)[:2]) if traits.guide else (None, None)
-    options = ("", "mean", "mean", "first", "given" if labelled else "none")
+    options = ("", "mean", "mean", "first", "given" if labelled else "none", "none")
     bias = torch.tensor(0.0, requires_grad=True)
     for dtypes, gradients in cases:
         call = (*drawn(*dtypes), bias)

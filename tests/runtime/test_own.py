@@ -136,7 +136,7 @@ def test_operators_are_well_formed(packages: Packages) -> None:
         x.clone().requires_grad_()
         for x in (X, X, torch.tensor(2.0).double(), torch.tensor(0.0).double(), torch.stack((W, W)))
     ]
-    rest = (*[None] * 5, "", "mean", "mean", "first", "none")
+    rest = (*[None] * 5, "", "mean", "mean", "first", "none", "none")
     torch.library.opcheck(operators.forward, (*call, *rest, 31))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 31)

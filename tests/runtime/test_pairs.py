@@ -55,7 +55,7 @@ def test_a_loss_scale_keeps_the_digits_of_small_gradients(packages: Packages, up
 def test_nothing_is_kept_without_gradients(packages: Packages) -> None:
     package, leaves = packages("siglip", "fp32"), drawn("fp32")
     operators = package.ContrastiveLoss._package.operators
-    options = (*[None] * 6, "", "mean", "mean", "first", "none")
+    options = (*[None] * 6, "", "mean", "mean", "first", "none", "none")
     loss, *kept = operators.forward(*(x.detach() for x in leaves), *options, 0)
     assert not any(x.numel() for x in kept)
     with torch.no_grad():

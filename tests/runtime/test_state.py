@@ -138,7 +138,7 @@ def test_operators_are_well_formed(packages: Packages) -> None:
     operators = packages("sogclr_clip").ContrastiveLoss._package.operators
     numbers = [torch.tensor(x, dtype=torch.float64) for x in (2.0, 0.0)]
     call = [*(x.clone().requires_grad_() for x in (X, Y, *numbers)), torch.stack((U, V))]
-    rest = (None, None, None, None, None, "", "mean", "mean", "first", "none")
+    rest = (None, None, None, None, None, "", "mean", "mean", "first", "none", "none")
     torch.library.opcheck(operators.forward, (*call, *rest, 15))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 15)

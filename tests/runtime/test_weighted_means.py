@@ -87,7 +87,7 @@ def test_operators_are_well_formed(packages: Packages) -> None:
     operators = packages("cwcl").ContrastiveLoss._package.operators
     numbers = (torch.tensor(2.0).double(), torch.tensor(0.0).double())
     call = [x.clone().requires_grad_() for x in (X, X, *numbers)]
-    rest = (*[None] * 4, U, U, "", "mean", "mean", "first", "none")
+    rest = (*[None] * 4, U, U, "", "mean", "mean", "first", "none", "none")
     torch.library.opcheck(operators.forward, (*call, *rest, 15))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 15)

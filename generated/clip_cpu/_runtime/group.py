@@ -20,7 +20,7 @@ from torch import Tensor
 from .mailboxes import TEXT_BYTES, Mailboxes, Message, opened
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 17  # raise it with every change of what ranks send to each other
+PROTOCOL = 18  # raise it with every change of what ranks send to each other
 
 # The header that each rank sends to all others before a trip. Texts are cut to 14 ASCII characters. The protocol comes
 # first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
@@ -29,6 +29,7 @@ _SHORTEST_WAIT_S = 0.1  # for peers to take a header after the timeout has passe
 _CONTROL_TAG = 64  # the tags of travelling tensors count from 0
 _TEXTS = (
     "package digest", "torch version", "loss", "dtype", "phase", "labels", "grad_sync", "reduction",
+    "digest of prefixes",  # that calls add up a loss over
     "gradients wanted", "differentiated",  # inputs whose gradients are wanted; of these, those that decide what is sent
 )  # fmt: skip
 _NUMBERS = (

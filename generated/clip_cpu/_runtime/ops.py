@@ -21,7 +21,7 @@ from .package import ALL, KEYS, QUERIES, SCALARS, Call, Options, Package, Saved,
 # Schemas of the operators: the fields of Call, of Options those that a call may choose, and of Saved.
 _CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? vectors, "
 _CALL += "Tensor? labels, Tensor? query_ids, Tensor? key_ids, Tensor? guide_queries, Tensor? guide_keys"
-_OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
+_OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling, str prefixes"
 _SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor guides, Tensor of_vectors, "
 _SAVED += "Tensor weighted, Tensor layout"
 _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
