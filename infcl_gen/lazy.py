@@ -361,7 +361,7 @@ def _text_over(
     """The loss over these prefixes, or for each query, as text; and how calls add it up, where no package has all of
     its prefixes at once. Raises InputError for wrong prefixes."""
     if not isinstance(renormalise, bool):
-        raise InputError(f"renormalise: {renormalise!r} is neither True nor False")
+        raise InputError(f"renormalise={renormalise!r} is neither True nor False")
     if renormalise and prefixes is None:
         raise InputError("renormalise: cosines are of prefixes; give prefixes, for example [96, 192, 384, 768]")
     if prefixes is not None or reduction == "none":
@@ -392,12 +392,12 @@ def _changed(
     from infcl_gen.losses import LossError, is_being_read, load_loss, over_prefixes
 
     if is_being_read(loss):
-        raise LossError(f"loss: {loss!r} is being read: beside prefixes or reduction='none' give the LossSpec itself")
+        raise LossError(f"loss: {loss!r} is being read: beside prefixes give the LossSpec itself")
     spec = load_loss(loss)
     if reduction == "none":
         spec = dataclasses.replace(spec, reduction="none")
     if prefixes and (lengths := lengths_apart(spec, prefixes, renormalise)) is not None:
-        return loss if isinstance(loss, str) and reduction == "mean" else _literals(spec), lengths
+        return loss if isinstance(loss, str) and reduction != "none" else _literals(spec), lengths
     return _literals(over_prefixes(spec, prefixes, renormalise)), None
 
 

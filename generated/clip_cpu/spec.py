@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "874c054135a3fade1e2e0e958647d2a810c38ad29da3af06653384314fe13b6e",
+    "digest": "68b55ab9f69c735e340f1e5b7990b5511880b17d2f8ec07af70c16565492c247",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4f27992092005d9919c7bf44432c7c61ddbe0f5853d834d31d13d0e0d1cac76e",
+    "digest": "a935d3d367dab228a31855e3f67bedeb37a29a0408c577ae7d579551a41463a6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -108,13 +108,14 @@ BUGS: dict[str, tuple[str, Edit]] = {
         "form", (OPS, f"if upstream is None:{NOTHING}", f"if upstream is None or not upstream:{NOTHING}"),
     ),
     "a traced call drops the reduction": (
-        "options", (OPS, "*call.options[:_NAMED], g", '*call.options[:2], "mean", *call.options[3:5], g'),
+        "options", (OPS, "*_named(call.options), g", '*_named(call.options._replace(reduction="mean")), g'),
     ),
     "the forward operator drops the reduction": (
-        "options", (OPS, "Options(*given[_GIVEN:])", 'Options(*given[_GIVEN:])._replace(reduction="mean")'),
+        "options", (OPS, "_options(given[_GIVEN:])", '_options(given[_GIVEN:])._replace(reduction="mean")'),
     ),
     "the backward operator drops the reduction": (
-        "options", (OPS, "Options(*rest[-_NAMED:])", 'Options(*rest[-_NAMED:])._replace(reduction="mean")'),
+        "options",
+        (OPS, "_options(rest[-len(_NAMED) :])", '_options(rest[-len(_NAMED) :])._replace(reduction="mean")'),
     ),
     "gradients keep the dtype of their sums": (
         "dtypes", (OPS, "else x.to(dtype) for", "else x for"),

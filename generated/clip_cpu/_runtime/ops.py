@@ -28,7 +28,7 @@ _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _RESULTS = "Tensor dq, Tensor dk, Tensor dscale, Tensor dbias"  # (0,) for those not wanted
 _BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}, int gradients) -> ({_RESULTS}"
 _GIVEN = len(Call._fields) - 1  # tensors of a Call
-_NAMED = len(_OPTIONS.split(","))
+_NAMED = tuple(word.split()[1] for word in _OPTIONS.split(", "))
 _SAVED_PARTS = len(Saved._fields)
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 
@@ -84,6 +84,15 @@ def cast(package: Package, call: Call) -> Call:
     """`Call.cast` of forward, which is the first to need memory."""
     with agreement.told(package, call):
         return call.cast(package)
+
+
+def _named(options: Options) -> tuple[str, ...]:
+    """What an operator is given of the options."""
+    return tuple(getattr(options, name) for name in _NAMED)
+
+
+def _options(named: Sequence[str]) -> Options:
+    return Options(**dict(zip(_NAMED, named, strict=True)))  # type: ignore[arg-type]
 
 
 def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
@@ -152,7 +161,7 @@ def differentiable(package: Package, call: Call, states: tuple[Tensor, ...] = ()
     if traced(*call.inputs):
         if not torch.compiler.is_compiling():
             _tell_flops(package)
-        loss, *rest = package.operators.forward(*call[:_GIVEN], *call.options[:_NAMED], gradients)
+        loss, *rest = package.operators.forward(*call[:_GIVEN], *_named(call.options), gradients)
         keep_states(states, Saved(*rest))  # not in the operator: torch differentiates none that writes its arguments
     elif torch._C._are_functorch_transforms_active():
         loss = _TransformedLoss.apply(*call, package, gradients, states)[0]
@@ -199,7 +208,7 @@ def _tell_flops(package: Package) -> None:
         return counted(q, k, ranks, inputs[-1] if package.at_once(ranks) else 0)
 
     def backward(upstream: Any, *inputs: Any, **_: Any) -> int:
-        (q, k), saved = inputs[:2], Saved(*inputs[_GIVEN : -_NAMED - 1])
+        (q, k), saved = inputs[:2], Saved(*inputs[_GIVEN : -len(_NAMED) - 1])
         ranks = max(1, saved.layout.shape[0])
         return 0 if package.at_once(ranks) else counted(q, k, ranks, inputs[-1])
 
@@ -222,14 +231,14 @@ def register(package: Package) -> Any:
 
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         *given, gradients = inputs
-        call = Call(*(*given[:_GIVEN], Options(*given[_GIVEN:])))
+        call = Call(*(*given[:_GIVEN], _options(given[_GIVEN:])))
         loss, saved = replay.unrecorded_forward(package, cast(package, call), gradients)
         return (loss, *saved)
 
     def backward(*inputs: Any) -> tuple[Tensor, ...]:
         upstream, *rest, gradients = inputs
-        q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
-        call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
+        q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN : -len(_NAMED)])
+        call = _of_backward(package, Call(*(*rest[:_GIVEN], _options(rest[-len(_NAMED) :]))), saved)
         found = engine.backward(package, call, saved, upstream, gradients)
         dtypes = (q.dtype, k.dtype, *[statistics] * (len(found) - 2))
         results = zip(found, dtypes, strict=True)

@@ -97,9 +97,9 @@ class Options(NamedTuple):
     reduction: str = "mean"  # or "sum"; "none": the loss of each query, where the package has them
     check_ranks: str = "first"
     labelling: str = "none"  # a query's positive: "none" its global row, "own" its row on this rank, "given" by labels
-    prefixes: str = "none"  # a digest of those that calls add up a loss over, of which this is one
     unrounded: bool = False  # dq and dk stay in the statistics dtype, for features wider than the package's dtype
     names: tuple[str, ...] = NAMES  # in the signature that the user has called, for messages
+    prefixes: str = "none"  # a digest of those that calls add up a loss over, of which this is one
 
 
 class Call(NamedTuple):
