@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "68b55ab9f69c735e340f1e5b7990b5511880b17d2f8ec07af70c16565492c247",
+    "digest": "5582b7de06a0c495e816fee913e0024ab8aebc8f7673020ff0d83c93dab1e331",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a935d3d367dab228a31855e3f67bedeb37a29a0408c577ae7d579551a41463a6",
+    "digest": "c66b63388bea4993e2140d5faf5c5d0793ea5416dcab068807aa3d8611595d3c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

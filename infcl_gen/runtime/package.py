@@ -90,7 +90,8 @@ NAMES = "q", "k", "scale", "bias"  # of the first four fields of `Call`, in the 
 
 
 class Options(NamedTuple):
-    """The options of a call; the first four are those of `contrastive_loss`."""
+    """The options of a call; the first four are those of `contrastive_loss`. New ones come last: pickled modules hold
+    them by position."""
 
     group_name: str = ""
     grad_sync: str = "mean"
