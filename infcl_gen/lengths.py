@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from infcl_gen.inputs.problem import TORCH_DTYPES
 
@@ -20,6 +20,34 @@ if TYPE_CHECKING:
     from infcl_gen.losses.language import LossSpec
 
 _DTYPES = [getattr(torch, name) for name in TORCH_DTYPES.values()]
+SMALLEST_NORM = 1e-12  # as in torch's `normalize`
+
+
+class _Directions(torch.autograd.Function):
+    """x over the norms of its rows, and these, in fp32 or fp64. Rows whose norm is below SMALLEST_NORM are divided by
+    that instead.
+
+    As torch's `normalize` of x in fp32, which would keep that copy until backward: twice the memory of bf16.
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min_(SMALLEST_NORM)
+        return (x / norms).to(x.dtype), norms
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[0], output[1])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> Tensor:
+        x, norms = ctx.saved_tensors
+        directions = x / norms
+        along = (upstream * directions).sum(-1, keepdim=True).masked_fill(norms == SMALLEST_NORM, 0.0)
+        gradient: Tensor = (upstream - along * directions) / norms
+        return gradient.to(x.dtype)
 
 
 class Lengths(NamedTuple):
@@ -54,7 +82,7 @@ class Lengths(NamedTuple):
         if columns < self.prefixes[-1][0]:
             x = x[..., :columns]
         if self.renormalise:
-            x = normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).to(x.dtype)
+            x, _ = _Directions.apply(x)
         return pad(x, (0, width - x.shape[-1])) if self.padded else x
 
 

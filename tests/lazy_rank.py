@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import normalize
 
 import infcl_gen
 from infcl_gen import lazy
@@ -152,13 +151,14 @@ def lengths(argument: Any, seat: Seat) -> Any:
         "cosines": (q, k, {"renormalise": True}),
         "all columns": (q, k, {"prefixes": None}),
     }
-    directions = [normalize(x, dim=1) for x in (q, k)]
+    apply = lengths_module._Directions.apply
+    cut = [apply(x) for x in (q, k)]
     for name, (*features, given) in others.items():
         if seat.rank == 0:
             features, given = [q, k], given if name in ("sparse", "no memory") else {}
-        full = [*directions, torch.OutOfMemoryError("out of memory")] if seat.rank and name == "no memory" else None
+        full = [*cut, torch.OutOfMemoryError("out of memory")] if seat.rank and name == "no memory" else None
         try:
-            with mock.patch.object(lengths_module, "normalize", side_effect=full or normalize):
+            with mock.patch.object(lengths_module._Directions, "apply", side_effect=full or apply):
                 infcl_gen.contrastive_loss(*features, 1.5, **how | given)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import infcl_gen
+from infcl_gen.lengths import _Directions
 from infcl_gen.processes import run_ranks
 
 PREFIXES = {4: 1.0, 8: 0.5, 16: 2.0}
@@ -115,6 +116,21 @@ def test_the_loss_is_the_sum_of_those_of_the_lengths(name: str, renormalise: boo
     close(module(*given, **more), summed(dense, given, renormalise), given)
 
 
+def test_directions_are_those_of_normalize() -> None:
+    """Also of rows that are 0 or nearly so, in fp64. In bf16 only the features themselves and norms are kept."""
+    generator = torch.Generator().manual_seed(1)
+    x, upstream = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in "xu")
+    x[1], x[2] = 0.0, x[2] * 1e-14
+    (found, norms), wanted = _Directions.apply(x.requires_grad_()), normalize(x, dim=1)
+    assert not norms.requires_grad
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(each, x, upstream)[0] for each in (found, wanted)))
+    features, kept = x.detach().bfloat16().requires_grad_(), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        _Directions.apply(features[:, :3])
+    assert sorted(each.nbytes for each in kept if each.data_ptr() != features.data_ptr()) == [6 * 4]
+
+
 def test_losses_of_queries_are_added_up() -> None:
     q, k, scale = leaves("siglip")
     found = infcl_gen.contrastive_loss(q, k, scale, loss="siglip", prefixes=PREFIXES, reduction="none")
@@ -123,11 +139,19 @@ def test_losses_of_queries_are_added_up() -> None:
     torch.testing.assert_close(found.double().mean(), of_batch.double())
 
 
-def test_a_module_runs_in_a_graph() -> None:
+@pytest.mark.parametrize("renormalise", [False, True], ids=["products", "cosines"])
+def test_a_module_runs_in_a_graph_and_under_transforms(renormalise: bool) -> None:
     q, k, scale = leaves("siglip")
-    criterion = infcl_gen.ContrastiveLoss("siglip", prefixes=PREFIXES)
-    expected = criterion(q, k, scale)
-    torch.testing.assert_close(torch.compile(criterion, fullgraph=True, backend="eager")(q, k, scale), expected)
+    criterion = infcl_gen.ContrastiveLoss("siglip", prefixes=PREFIXES, renormalise=renormalise)
+    expected = summed(siglip, [q, k, scale], renormalise)
+    close(criterion(q, k, scale), expected, [q, k, scale])
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        compiled = torch.compile(criterion, fullgraph=True, backend=backend)
+        close(compiled(q, k, scale), summed(siglip, [q, k, scale], renormalise), [q, k, scale])
+    found = torch.func.grad(criterion)(q.detach(), k.detach(), scale.detach())
+    (wanted,) = torch.autograd.grad(summed(siglip, [q, k, scale], renormalise), [q])
+    torch.testing.assert_close(found, wanted)
 
 
 def test_a_call_in_a_graph_breaks_it() -> None:

@@ -228,7 +228,7 @@ def test_the_source_stays_small() -> None:
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
     3 560 plan and run training steps, 15 of which remember costs, 10 count states and comparisons, 56 refuse what would
     fail in the first step;
-    1 227 are what users meet first, 127 of which add up calls of lengths, 8 load what threads have built, 11 keep
+    1 255 are what users meet first, 155 of which add up calls of lengths, 8 load what threads have built, 11 keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
     50 take a LossSpec itself,
     20 prefixes, 80 know built-in losses without SymPy and start Triton beside other work, and refuse a module's wrong
@@ -251,4 +251,4 @@ def test_the_source_stays_small() -> None:
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
     assert rest <= 25_365, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_227 and pages <= 850 and step <= 3_560
+    assert door <= 1_255 and pages <= 850 and step <= 3_560
