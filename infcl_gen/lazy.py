@@ -32,16 +32,15 @@ from infcl_gen.emission import load_cached
 from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_python_words
 from infcl_gen.garbage import uncollected
 from infcl_gen.inputs.builtin import builtin_positives
-from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
+from infcl_gen.inputs.problem import Formula, Problem, make_problem
 from infcl_gen.inputs.text import parse_bytes, parse_prefixes, suggestion
-from infcl_gen.lengths import Lengths, lengths_apart
+from infcl_gen.lengths import DTYPES, Lengths, lengths_apart
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import compare, header, unpaired
 from infcl_gen.runtime.group import Group, find_group
 from infcl_gen.runtime.package import Call, Options
 from infcl_gen.triton_start import start_triton, wait_for_triton
 
-_DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}
 # The process groups there are, as torch's world keeps them; in another world each call looks for its group.
 _C10D: Any = getattr(dist, "distributed_c10d", None)
 _WORLD, _GROUPS = getattr(_C10D, "_world", None), getattr(_C10D, "_pg_map", None)
@@ -450,9 +449,9 @@ def _check(kind: tuple[Any, ...] | None, q: Any, k: Any, names: Sequence[str]) -
     for name, x in features:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-        if x.dim() != 2 or x.dtype not in _DTYPES:
+        if x.dim() != 2 or x.dtype not in DTYPES:
             what = f"{x.dim()}-D of {x.dtype}"
-            raise ValueError(f"{name} must be (rows, D) of {', '.join(map(str, _DTYPES))}, not {what}")
+            raise ValueError(f"{name} must be (rows, D) of {', '.join(map(str, DTYPES))}, not {what}")
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} is on the {x.device} device: move it to a CPU or a GPU")
     if q.device != k.device or q.shape[1] != k.shape[1]:
@@ -626,11 +625,11 @@ def _planned(package: ModuleType) -> tuple[int, int]:
 
 
 def _problem(kind: Kind, sizes: Sequence[int], ranks: int) -> Problem:
-    if kind.dtype not in _DTYPES:
+    if kind.dtype not in DTYPES:
         raise ToolchainError(f"there are no kernels for {kind.dtype}")
     return make_problem(
         loss=_given(kind.loss), batch_size=sizes[0], keys=sizes[1], dim=kind.dim, devices=ranks,
-        dtype=_DTYPES[kind.dtype], memory_budget=kind.memory_budget, target="cpu" if kind.device == "cpu" else "auto",
+        dtype=DTYPES[kind.dtype], memory_budget=kind.memory_budget, target="cpu" if kind.device == "cpu" else "auto",
     )  # fmt: skip
 
 

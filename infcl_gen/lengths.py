@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.runtime.renormalised import SMALLEST_NORM
 
 if TYPE_CHECKING:
     from infcl_gen.losses.language import LossSpec
 
-_DTYPES = [getattr(torch, name) for name in TORCH_DTYPES.values()]
-SMALLEST_NORM = 1e-12  # as in torch's `normalize`
+DTYPES = {getattr(torch, name): flag for flag, name in TORCH_DTYPES.items()}  # of features, and their flags
 
 
 class _Directions(torch.autograd.Function):
@@ -76,7 +76,7 @@ class Lengths(NamedTuple):
         """The first columns of features, or their directions. What are no features the package refuses."""
         if not isinstance(x, Tensor) or x.is_nested or x.layout is not torch.strided:
             return x
-        if x.dim() < 2 or x.dtype not in _DTYPES:
+        if x.dim() < 2 or x.dtype not in DTYPES:
             return x
         width = x.shape[-1]
         if columns < self.prefixes[-1][0]:

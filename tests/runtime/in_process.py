@@ -33,10 +33,13 @@ import torch
 from torch import Tensor
 
 from infcl_gen.runtime.group import ALONE
+from infcl_gen.runtime.ops import _named
+from infcl_gen.runtime.package import Options
 from infcl_gen.runtime.table import Table
 
 TIMEOUT_S = 120.0  # of a run; 64 ranks need 1.5 s. Deadlocks are noticed at once: this is for a computation that hangs
 YIELD_AT_POST = 0.25  # how often a rank gives way after a post: some messages are early, some late
+USUAL = _named(Options())  # what an operator is given of a call without options
 POISON = b"\xff"  # NaN in every floating-point dtype, -1 in every integer one
 
 Result = TypeVar("Result")

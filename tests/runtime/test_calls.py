@@ -20,7 +20,7 @@ from infcl_gen.runtime.package import Saved
 from tests.planning.tables import gather_table, ring_table
 from tests.tiers import examples
 
-from .in_process import Ring, World, current_rank
+from .in_process import USUAL, Ring, World, current_rank
 from .test_in_process import LOSSES, MORE_THAN_A_PANEL, Batch, Packages, Results, batches, check_against_reference, step
 
 
@@ -134,7 +134,7 @@ def test_a_traced_graph_keeps_what_a_step_keeps(
     def job(rank: int) -> None:
         q, k = (torch.ones(3 + rank, 8, dtype=torch.float64) for _ in range(2))
         scale, bias = torch.tensor(2.0).double(), torch.tensor(0.0).double()
-        rest = (*[None] * 6, "", "mean", "mean", "first", "none", "none", gradients)
+        rest = (*[None] * 6, *USUAL, gradients)
         step = forward(q, k, scale, bias, *rest)
         traced = forward(*(x.to("meta") for x in (q, k, scale, bias)), *rest)
         for name, kept, known in zip(("loss", *Saved._fields), step, traced, strict=True):

@@ -23,7 +23,7 @@ from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import Edit
 from tests.verification.dense import dense
 
-from .in_process import World
+from .in_process import USUAL, World
 from .recording import as_recording
 from .test_replay import batch
 
@@ -32,7 +32,7 @@ LOSSES = ("clip", "infonce", "siglip")
 # Bits of q, k, scale and bias: a frozen side with and without scalars, one number alone, and both numbers.
 WANTED = (0b0001, 0b0010, 0b1101, 0b1110, 0b0100, 0b1000, 0b1100, 0b0011)
 RANKS = ((5, 9), (70, 0, 3))  # queries, and keys in the other order
-OPTIONS = (*[None] * 6, "", "mean", "mean", "first", "none", "none")
+OPTIONS = (*[None] * 6, *USUAL)
 
 
 def products_of(wanted: int) -> int:

@@ -17,8 +17,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.emission import import_package
+from infcl_gen.runtime.ops import _named
+from infcl_gen.runtime.package import Options
 from tests.kernels.planted import Edit
 from tests.tiers import combined, nightly
+
+from .in_process import USUAL
 
 Packages = Callable[..., ModuleType]
 OPS = "_runtime/ops.py"
@@ -58,9 +62,8 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
     for dtypes in ((wide, wide), (wide, narrow), (narrow, wide), (narrow, narrow)):
         q, k, scale = (x.detach() for x in drawn(*dtypes))
         call = (q, k, scale, torch.tensor(0.0), *[None] * 6)
-        options = ("", "mean", "mean", "first", "none", "none")
-        loss, *saved = operators.forward(*call, *options, 15)
-        dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options, 15)
+        loss, *saved = operators.forward(*call, *USUAL, 15)
+        dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *USUAL, 15)
         assert (dq.dtype, dk.dtype) == dtypes, f"{dq.dtype}, {dk.dtype} for {dtypes}"
         assert dscale.dtype == dbias.dtype == wide
         rounded = [torch.equal(x.bfloat16().float(), x) for x in (dq, dk) if x.dtype == wide]
@@ -79,7 +82,7 @@ def operators_are_well_formed(package: ModuleType, cases: list[tuple[tuple[torch
     labelled, ids = traits.labels, traits.ids
     of_pairs = (None, torch.arange(20).flip(0) if labelled else None, *[torch.arange(20) // 3 if ids else None] * 2)
     of_pairs += tuple(x.detach() for x in drawn(torch.bfloat16, torch.bfloat16)[:2]) if traits.guide else (None, None)
-    options = ("", "mean", "mean", "first", "given" if labelled else "none", "none")
+    options = _named(Options(labelling="given" if labelled else "none"))
     bias = torch.tensor(0.0, requires_grad=True)
     for dtypes, gradients in cases:
         call = (*drawn(*dtypes), bias)

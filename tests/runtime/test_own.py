@@ -20,7 +20,7 @@ from tests.kernels.planted import Edit
 from tests.tiers import some
 from tests.verification.dense import dense, dense_loss
 
-from .in_process import World
+from .in_process import USUAL, World
 from .pool import Packages, Pool, results
 
 LOSSES = ("weighted", "hard", "gemini", "weighed_by_all", "weighed_sides_ids")
@@ -136,7 +136,7 @@ def test_operators_are_well_formed(packages: Packages) -> None:
         x.clone().requires_grad_()
         for x in (X, X, torch.tensor(2.0).double(), torch.tensor(0.0).double(), torch.stack((W, W)))
     ]
-    rest = (*[None] * 5, "", "mean", "mean", "first", "none", "none")
+    rest = (*[None] * 5, *USUAL)
     torch.library.opcheck(operators.forward, (*call, *rest, 31))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 31)

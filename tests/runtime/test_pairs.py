@@ -12,6 +12,8 @@ from torch import Tensor
 from infcl_gen.verification.properties import DTYPES
 from tests.verification.dense import dense, dense_loss
 
+from .in_process import USUAL
+
 Packages = Callable[..., ModuleType]
 
 
@@ -55,7 +57,7 @@ def test_a_loss_scale_keeps_the_digits_of_small_gradients(packages: Packages, up
 def test_nothing_is_kept_without_gradients(packages: Packages) -> None:
     package, leaves = packages("siglip", "fp32"), drawn("fp32")
     operators = package.ContrastiveLoss._package.operators
-    options = (*[None] * 6, "", "mean", "mean", "first", "none", "none")
+    options = (*[None] * 6, *USUAL)
     loss, *kept = operators.forward(*(x.detach() for x in leaves), *options, 0)
     assert not any(x.numel() for x in kept)
     with torch.no_grad():

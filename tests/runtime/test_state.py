@@ -35,6 +35,7 @@ from tests.losses.specs import RATE, RATES_OF_SIDES
 from tests.tiers import some
 from tests.verification.dense import dense, moving_average
 
+from .in_process import USUAL
 from .pool import Packages, Pool, results
 from .test_own import CLOSE, GATHER, RING, assert_close, truth
 
@@ -138,7 +139,7 @@ def test_operators_are_well_formed(packages: Packages) -> None:
     operators = packages("sogclr_clip").ContrastiveLoss._package.operators
     numbers = [torch.tensor(x, dtype=torch.float64) for x in (2.0, 0.0)]
     call = [*(x.clone().requires_grad_() for x in (X, Y, *numbers)), torch.stack((U, V))]
-    rest = (None, None, None, None, None, "", "mean", "mean", "first", "none", "none")
+    rest = (*[None] * 5, *USUAL)
     torch.library.opcheck(operators.forward, (*call, *rest, 15))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 15)

@@ -19,6 +19,7 @@ from tests.kernels.planted import Edit
 from tests.tiers import some
 from tests.verification.dense import dense
 
+from .in_process import USUAL
 from .pool import Packages, Pool
 from .test_own import assert_close, leaves_of, over_ranks, truth
 
@@ -87,7 +88,7 @@ def test_operators_are_well_formed(packages: Packages) -> None:
     operators = packages("cwcl").ContrastiveLoss._package.operators
     numbers = (torch.tensor(2.0).double(), torch.tensor(0.0).double())
     call = [x.clone().requires_grad_() for x in (X, X, *numbers)]
-    rest = (*[None] * 4, U, U, "", "mean", "mean", "first", "none", "none")
+    rest = (*[None] * 4, U, U, *USUAL)
     torch.library.opcheck(operators.forward, (*call, *rest, 15))
     with torch.no_grad():
         loss, *saved = operators.forward(*call, *rest, 15)
