@@ -204,7 +204,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 613 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 616 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -240,7 +240,7 @@ def test_the_source_stays_small() -> None:
     gather's rows with the own keys, 44 take small logits apart and shares of rows into the last kernel;
     50 head the modules of sweeps, of weights and of the device's state, 424 carry messages by copy engines,
     106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
-    kernels read, 36 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
+    kernels read, 39 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
     that is seldom finite, 45 tell ranks of what one cannot take, count what ranks compute, and read negated tensors,
     12 keep files of comparisons that would lose some, 56 judge gradients of each slab of columns;
     850 make pages.
@@ -250,5 +250,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_365, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_368, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_255 and pages <= 850 and step <= 3_560

@@ -90,8 +90,8 @@ OWN_FUNCTIONS = (
     "from infcl_gen.losses.language"
 )
 _MARGIN = "math.cos(m) * z - math.sin(m) * sqrt(maximum(1 - z**2, 1e-12)) for cos(acos(z) + m)"
-_SUBSTITUTES = {  # of SymPy's functions and relations
-    "cos": _MARGIN, "acos": _MARGIN,
+SUBSTITUTES = {  # of functions and relations that others have
+    "cos": _MARGIN, "acos": _MARGIN, "relu": "maximum(u, 0)",
     "Max": "maximum(u, v)", "Min": "-maximum(-u, -v)", "Abs": "maximum(u, -u)", "Heaviside": "step(u)",
     "sign": "2 * step(u) - 1", "Piecewise": "terms times step(u) and 1 - step(u)",
     "StrictGreaterThan": "step(u - v) for u > v", "StrictLessThan": "step(v - u) for u < v",
@@ -227,8 +227,8 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
     elif not (expression.is_Add or expression.is_Mul or expression.func in FUNCTIONS.values()):
         name = expression.func.__name__
         known = (
-            f": write {_SUBSTITUTES[name]}"
-            if name in _SUBSTITUTES
+            f": write {SUBSTITUTES[name]}"
+            if name in SUBSTITUTES
             else f"; its functions are {', '.join(FUNCTIONS)}, sqrt"
         )
         raise LossError(f"{name} is not in the loss language{known}")

@@ -25,6 +25,7 @@ from infcl_gen.losses.language import (
     FUNCTIONS,
     INSTEAD,
     OWN_FUNCTIONS,
+    SUBSTITUTES,
     SYMBOLS,
     LossError,
     LossSpec,
@@ -177,6 +178,8 @@ def _instead(error: BaseException) -> str:
     """The end of a message: what to write for what Python or SymPy refuses in a formula; nothing for other errors."""
     if isinstance(error, NameError | ImportError):
         name = re.match(r"(?:cannot import )?name '(\w+)'", str(error))
+        if name and name[1] in SUBSTITUTES:
+            return f"; write {SUBSTITUTES[name[1]]}"
         near = suggestion(name[1], _WORDS) if name else ""
         return f"; {INSTEAD}{near}" if near.startswith("; did you mean") else ""
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -134,6 +134,7 @@ UNSAYABLE = {  # a term of a query, and what is said of it
     "torch.relu(positive(z))": f"must be Tensor, not positive; {OWN}$",
     "math.exp(positive(z))": f"; {OWN}$",
     "positive(z) * torch.rand(4)": f"; {INSTEAD}$",
+    "positive(relu(z))": r"'relu' is not defined; write maximum\(u, 0\)$",
     "max_over_keys(z)": f"'max_over_keys' is not defined; {INSTEAD}; did you mean 'mean_over_keys'\\?$",
     "logsumexp_over_keys(z, where=torch.rand(4, 4) > 0.5)": f"Tensor {OF_SAMPLES}",
     "maximum(positive(z), torch.rand(4))": f"Tensor {OF_SAMPLES}",
