@@ -13,7 +13,7 @@ from infcl_gen.emission.class_context import IDS_OF_ROWS
 from infcl_gen.emission.render import ABSENT
 from infcl_gen.kernels import pairs
 from infcl_gen.losses import Derivation
-from infcl_gen.losses.printers import Printer, pair_code, pair_code_of_small_y, pair_code_of_y, x
+from infcl_gen.losses.printers import Printer, pair_code, pair_code_of_y, x
 from infcl_gen.planning.planner import Plan
 
 _ROWS_OF_POSITIVES = (
@@ -29,11 +29,6 @@ An unmasked strip is computed from 2^{0}y, y = x log2(e), and again from 2^-|y|,
 product of 1 + 2^{0}y over up to 32 pairs of a row is not below 2^126."""
 _OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
 _LIBDEVICE = "from triton.language.extra import libdevice"
-_QUOTIENT = """if INTERPRETED:
-        quotient = dividend / divisor
-    else:  # good to 2 roundings, in 2 instructions; `/` takes 4
-        quotient = libdevice.fast_dividef(dividend, divisor)
-    return quotient"""
 _CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
 _IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
 
@@ -51,7 +46,7 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         code = code if factor == 1 else f"{factor} * ({code})"
         return f"{code} + 0.0 * {of}" if expression.is_number else code
 
-    weight, _ = term.other.as_coeff_Mul()
+    weight, slope_weight = (float(each.other.as_coeff_Mul()[0]) for each in (term, slope))
     sign = derivation.softplus_sign
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
@@ -63,13 +58,11 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     own = """ A positive's own term takes the place of what
 it would be as another key: the difference of two sums would lose it."""
     times_unit = "" if unit == 1 else ", times the unit of g"
-    slopes_of = of_tile(slope.other, unit, logit, of_logit)
-    small_slopes_of = of_tile(slope.other, unit, "y", pair_code_of_small_y)
+    slopes_of, factor = of_tile(slope.other, unit, logit, of_logit), unit * slope_weight
     of_classes = [
         ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), not whole),
         ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
         ("slopes_of", f"h'(x) of a query and {other}{times_unit}{at_y}.", slopes_of, True),
-        ("small_slopes_of", f"The same of {minus}y below 126.", small_slopes_of, traits.small_first),
         (
             "positive_slopes_of",
             f"h'(x) of a query and its positive{times_unit}.",
@@ -85,10 +78,13 @@ it would be as another key: the difference of two sums would lose it."""
         ),
     ]
     functions = functions_called((value for *_, value, used in of_classes if used), ["log_one_plus"] * whole)
+    functions += ("quotient",) * ("sigmoid2" in functions)
     constants = [_LOG2E] * (whole or bool({"sigmoid", "softplus"} & set(functions)))
-    constants += [_INTERPRETED] * ("sigmoid2" in functions) + [_OF_SOFTPLUS.format(-1e30 * sign)] * whole
+    constants += [_INTERPRETED] * ("quotient" in functions) + [_OF_SOFTPLUS.format(-1e30 * sign)] * whole
     constants += [_OF_SMALL] * traits.small_first
-    softplus_terms = "terms_by_size" if traits.small_first else "softplus_terms"
+    softplus_terms, softplus_slopes = "softplus_terms", "softplus_slopes"
+    if traits.small_first:
+        softplus_terms, softplus_slopes = "terms_by_size", "slopes_by_size"
     # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
     at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
     slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
@@ -105,20 +101,15 @@ it would be as another key: the difference of two sums would lose it."""
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
-            {
-                "name": name,
-                "of": logit if name in ("slopes_of", "small_slopes_of") else "x",
-                "what": what,
-                "value": value,
-            }
+            {"name": name, "of": logit if name == "slopes_of" else "x", "what": what, "value": value}
             for name, what, value, used in of_classes
             if used
         ],
         "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
         "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
         "functions": functions,
-        "quotient": _QUOTIENT,
-        "library_of_functions": _LIBDEVICE if "sigmoid2" in functions else ABSENT,
+        "quotient": "quotient(tl.where(y >= 0.0, 1.0, t), 1.0 + t)",
+        "library_of_functions": _LIBDEVICE if "quotient" in functions else ABSENT,
         "constants_of_functions": "\n".join(constants) or ABSENT,
         "in_base_2": _IN_BASE_2 if whole else ABSENT,
         "logit": logit,
@@ -126,16 +117,17 @@ it would be as another key: the difference of two sums would lose it."""
         "of_softplus": whole,
         "small_first": traits.small_first,
         "softplus_sign": minus,
-        "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
+        "times_terms": f"{weight} * " if sign and weight != 1 else "",
         "pairs_that_count": "counted_logits" if whole else "counted_pairs",
         "terms_of_part": softplus_terms if whole else "terms_of_classes",
-        "slopes_of_y": "slopes_of(y)" + " if LARGE else small_slopes_of(y)" * traits.small_first,
-        "slopes_of_part": "softplus_slopes" if whole else "slopes_of_classes",
+        "times_slopes": {1.0: "", -1.0: "-"}.get(factor, f"{factor} * "),
+        "slopes_of_part": softplus_slopes if whole else "slopes_of_classes",
         "sweeps": [
             each
             | {
                 "follows": f" Those of positives are left out: `{each['positives']}` follows." * placed,
                 "grown": whole and each["terms"],
+                "terms_apart": each["terms"] and not (traits.small_first and each["gradients"]),
                 "summed": not each["of_rows"],
                 "times_factor": "value *= factor[:, None]" if each["weighed"] else ABSENT,
                 "times_factors": " * tl.load(factors + rows, mask=here, other=0.0)" * each["weighed"],
@@ -147,7 +139,7 @@ it would be as another key: the difference of two sums would lose it."""
 
 def functions_called(codes: Iterable[str], others: Sequence[str] = ()) -> tuple[str, ...]:
     """The functions of pieces/functions.py.jinja that codes call, the others, and what these call."""
-    name = r"(?<![.\w])((?:small_)?sigmoid2?|softplus)\("
+    name = r"(?<![.\w])(sigmoid2?|softplus)\("
     called = {*others, *(found for code in codes for found in re.findall(name, code))}
     called |= {_CALLED_BY[name] for name in called & _CALLED_BY.keys()}
     return tuple(sorted(called))

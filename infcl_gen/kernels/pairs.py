@@ -51,4 +51,4 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 
 
-FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.pairs, revision=3)
+FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.pairs, revision=4)

@@ -232,8 +232,6 @@ pair_code = Printer(
 )
 # The same of y = x log2(e), where x stands in sigmoids only: sigmoid2(y) is sigmoid(x).
 pair_code_of_y = replace(pair_code, functions=pair_code.functions | {language.sigmoid: "sigmoid2({})"})
-# And of y below 126.
-pair_code_of_small_y = replace(pair_code, functions=pair_code.functions | {language.sigmoid: "small_sigmoid2({})"})
 # Symbols stand for tensors. functional.softplus becomes linear beyond 20, an error of 2e-9; logsigmoid does not.
 torch_code = Printer(
     target="torch",

@@ -602,6 +602,20 @@ BUGS: dict[str, Bug] = {
     "a NaN hides large logits": Bug(
         PAIRS, (("kernels.py", "(grown_by < LARGEST_GROWTH,", "(~(grown_by >= LARGEST_GROWTH),"),), checks.one_large_key
     ),
+    "a slope of two is not divided as the other": Bug(
+        PAIRS,
+        (("kernels.py", "tl.join(quotient(left_dividend, divisor), ", "tl.join(quotient(left, divisor), "),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "two slopes have the sum of two terms for their product": Bug(
+        PAIRS,
+        (("kernels.py", "growth = left + right_dividend", "growth = left + right"),),
+        checks.numerics,
+        (Case(100, 91, 0, bias=0.0, seed=4),),
+        "dq",
+    ),
     "the sum of slopes is that of one panel": Bug(
         PAIRS,
         (("kernels.py", "tl.load(part) + tl.sum(slope_sums).to(tl.float64)", "tl.sum(slope_sums).to(tl.float64)"),),
