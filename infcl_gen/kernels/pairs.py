@@ -16,7 +16,7 @@ def sweeps(choice: Choice) -> tuple[dict[str, Any], ...]:
     by_row, small = not choice.traits.at_once, choice.traits.small_first
     found = "Slopes and g" if by_row else "Terms, slopes and g"
     of_programs = f"A program adds its sums to its own part of `sums`, ({2 + small}, parts): of terms, then of slopes"
-    of_programs += "; then 1 once an unmasked strip of a program of its number has had large logits." if small else "."
+    of_programs += "; then 1 once a program of its number has met large logits." if small else "."
     of_rows = "The sums of rows go to memory tile by tile, (key blocks, rows)."
     return (
         {"kernel": "pairs", "positives": "pair_positives", "walked": "GRADIENT", "gradients": True, "weighed": by_row,
