@@ -407,7 +407,7 @@ def one_large_key(made: Made, device: str = "cpu") -> None:
     side = max(tile.value for tile in tiles)
     case = fitting(package, Case(2 * side, 2 * side, 0, scale=14.3, seed=5))
     inputs = tensors(case, package.SPEC["positives"], device)
-    large, missing = 13, 5  # 8 columns apart
+    large, missing = side + 13, side + 5  # 8 columns apart; the first panel that has them has no positives
     inputs.k[large] *= 200.0
     true = oracle(package, inputs)
     sides = dict.fromkeys(("PANEL_ROWS", "PANEL_KEYS", "FORWARD_ROWS", "FORWARD_KEYS"), side)
