@@ -62,6 +62,23 @@ def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
     assert float(dscale) == expected, f"{len(numbers)} parts of dscale add up to {dscale}, not {expected}"
 
 
+def slopes_of_all_sizes(made: Made, device: str = "cpu") -> None:
+    """Slopes of logits from -95 to 85, one by one: dk is g, as queries are rows of the unit matrix. A row with a logit
+    of 100 lets its strip be computed as one of large logits."""
+    package, rows = module(made), 64  # as many as columns of features
+    generator = torch.Generator().manual_seed(6)
+    for largest in (85.0, 100.0):
+        x = -95.0 * torch.rand(rows, rows, generator=generator)
+        x[torch.arange(rows), (torch.arange(rows) + 7) % rows] = torch.linspace(0.0, largest, rows)
+        q, k = torch.eye(rows, device=device), x.T.contiguous().to(device)
+        dk = package.loss_and_grads(q, k, 1.0, 0.0)[2].cpu().T.double() * rows
+        slopes = x.double().sigmoid() - torch.eye(rows, dtype=torch.float64)
+        # Of x log2(e) two roundings, of a power of 2 two, of a slope four.
+        allowed = (1.5 * x.abs().double() + 8) * 2.0**-24 * slopes.abs() + torch.finfo(torch.float32).smallest_normal
+        wrong = ((dk - slopes).abs() / allowed).max()
+        assert float(wrong) <= 1, f"a slope of logits up to {largest} is off by {wrong:.2f} of what is allowed"
+
+
 def thresholds_of_the_forward(made: Made, device: str = "cpu") -> None:
     """A strip is computed again from a row's sum of 2^-80 down and of 2^100 up on, and not before."""
     schedule: Any = module(made)._schedule

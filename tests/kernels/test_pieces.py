@@ -23,6 +23,11 @@ def test_sums_of_many_parts(interpreted: Interpreter) -> None:
     interpreted(pieces.sums_of_many_parts, Made("panel", "infonce"))
 
 
+def test_slopes_of_all_sizes(interpreted: Interpreter) -> None:
+    """Planted: a strip of large logits that counts as one of small ones."""
+    interpreted(pieces.slopes_of_all_sizes, Made("panel", "siglip", "fp32", precision="exact", dim=64))
+
+
 def test_thresholds_of_the_forward(interpreted: Interpreter) -> None:
     """Planted: SMALLEST_SUM of 2^-125, LARGEST_SUM of 2^127."""
     interpreted(pieces.thresholds_of_the_forward, Made("panel", "infonce"))
