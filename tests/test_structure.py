@@ -226,7 +226,7 @@ def test_the_source_stays_small() -> None:
     numbers beyond a range, roundings of one sign and tiles of a stash, 20 for what ranks and wrong calls are
     told, 13 for the context of a thread, 21 for what `verify` is doing, 45 for packages without collections, 63 for a
     forward that begins and ends with the own keys, whose sums for others leave before its end, and their price;
-    3 560 plan and run training steps, 15 of which remember costs, 10 count states and comparisons, 56 refuse what would
+    3 566 plan and run training steps, 15 of which remember costs, 10 count states and comparisons, 62 refuse what would
     fail in the first step;
     1 255 are what users meet first, 155 of which add up calls of lengths, 8 load what threads have built, 11 keep
     calls in graphs apart from others, 15 rehearse panels off the diagonal, 5 do without private names of torch,
@@ -251,4 +251,4 @@ def test_the_source_stays_small() -> None:
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
     assert rest <= 25_368, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 1_255 and pages <= 850 and step <= 3_560
+    assert door <= 1_255 and pages <= 850 and step <= 3_566

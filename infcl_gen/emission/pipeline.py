@@ -10,7 +10,6 @@ from infcl_gen.emission.render import render
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, cluster_of, profile_from_literals, resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.inputs.text import bytes_text
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, over_prefixes, spec_from_dict
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.planner import cost_model
@@ -39,14 +38,11 @@ def loss_of(problem: Problem) -> LossSpec:
 def case_of(problem: Problem, any_budget: bool = False) -> Case:
     """Loads the loss and detects what the problem leaves to this machine.
 
-    Raises InputError for a memory budget that exceeds the GPU's memory, unless `any_budget`. The memory in the profile
-    of a CPU is nominal.
+    Raises InputError for a memory budget that exceeds the GPU's memory, unless `any_budget`.
     """
     case = Case(problem, loss_of(problem), resolve_cluster(problem))
-    profile, budget = case.cluster.profile, problem.memory_budget_bytes or 0
-    if profile.target != "cpu" and budget > profile.memory_bytes and not any_budget:
-        there = f"the {bytes_text(profile.memory_bytes)} of one {profile.name}"
-        raise InputError(f"--memory-budget: {bytes_text(budget)} on each device exceeds {there}; give less, or auto")
+    if not any_budget:
+        case.cluster.profile.check_budget("--memory-budget", problem.memory_budget_bytes or 0)
     return case
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.cluster_file import Peak
-from infcl_gen.inputs.text import check_keys, check_text, read_toml, show, suggestion
+from infcl_gen.inputs.text import bytes_text, check_keys, check_text, read_toml, show, suggestion
 
 MATMUL_KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _FOLDER = Path(__file__).parent
@@ -68,6 +68,12 @@ class DeviceProfile:
         """Facts of the architecture, else of the vendor."""
         table = architectures()
         return table.get(self.arch) or table.get(self.vendor) or Architecture("small")
+
+    def check_budget(self, name: str, budget_bytes: int) -> None:
+        """Raises InputError for a budget, called `name`, beyond the device's memory; that of a CPU is nominal."""
+        if self.target != "cpu" and budget_bytes > self.memory_bytes:
+            there = f"the {bytes_text(self.memory_bytes)} of one {self.name}"
+            raise InputError(f"{name}: {bytes_text(budget_bytes)} on each device exceeds {there}; give less")
 
     def __post_init__(self) -> None:
         if defect := _defect(self):

@@ -545,6 +545,10 @@ class TestTowersWithoutValues:
     def test_what_it_needs_is_named(self) -> None:
         with pytest.raises(InputError, match="device_profile: is required for towers without values"):
             self.planned(device_profile=None)
+        with pytest.raises(
+            InputError, match="memory: 500 GiB on each device exceeds the 139 GiB of one h200; give less"
+        ):
+            self.planned(memory="500GiB")
         with pytest.raises(InputError, match="towers without values are planned with a built-in loss"):
             self.planned(loss=dense)
 

@@ -421,6 +421,11 @@ class TestCommand:
                 "valid: vit_b_16-h200, vit_b_32-h200, vit_l_14-h2",
             ),
             (("--profile", "P"), 2, "--memory-budget: is required"),
+            (
+                ("--profile", "vit_l_14-h200", "--memory-budget", "500GiB"),
+                2,
+                "500 GiB on each device exceeds the 139 GiB",
+            ),
             (("--profile", "none.toml", "--memory-budget", "1GB"), 2, "cannot read 'none.toml'"),
             (("--profile", "P", "--memory-budget", "1GB", "--batch-size", "16M"), 3, "the largest batch that fits has"),
             (("--profile", "P", "--memory-budget", "1GB", "--wrapper", "zero"), 2, "--wrapper: 'zero' is unknown"),
