@@ -16,6 +16,7 @@ from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.verification.aot import SHARED_BYTES, Kernels
 from tests.compiled import resources
 from tests.emission.golden import FOLDER, GOLDEN, golden_files
+from tests.losses.specs import DERIVABLE
 from tests.tiers import nightly
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -164,11 +165,26 @@ def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path)
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("loss", ["siglip", "siglip_multi"])
-def test_kernels_of_pairs(loss: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "profile", "target"),
+    [
+        ("siglip", "h200", "sm_90"),
+        ("siglip_multi", "h200", "sm_90"),
+        ("siglip_labels", "h200", "sm_90"),
+        ("siglip", "b200", "sm_100"),
+        ("siglip_labels", "a100", "sm_80"),
+    ],
+)
+def test_kernels_of_pairs(loss: str, profile: str, target: str, tmp_path: Path) -> None:
     """Beside wide tiles logits that may be small take a thread's last registers."""
-    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=768, device_profile="h200")
-    check(resources(package, "sm_90", "pairs", "pair_terms"), package, "sm_90", "pairs", "pair_terms")
+    problem = {
+        "loss": {**BUILTIN_LOSSES, **DERIVABLE}[loss],
+        "batch_size": "64k",
+        "dim": 768,
+        "device_profile": profile,
+    }
+    package = infcl_gen.generate(output=tmp_path / "p", **problem)
+    check(resources(package, target, "pairs", "pair_terms"), package, target, "pairs", "pair_terms")
 
 
 @pytest.mark.parametrize("loss", ["siglip", "siglip_multi"])

@@ -128,11 +128,11 @@ def test_templates_stay_small() -> None:
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
     take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs;
     14 have weights of rows and keys of each prefix; 20 take sigmoids from powers of 2, by a quotient of the library,
-    and print what is called; 50 take small logits apart, two by two, and mask whole tiles.
+    and print what is called; 57 take small logits apart, two by two, and mask whole tiles where registers allow.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5730 and pages <= 150
+    assert sum(lines.values()) - pages <= 5737 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -237,7 +237,7 @@ def test_the_source_stays_small() -> None:
     5 keep the own part of a ring's sums at home, 28 read products back as they were written, and name what a refused
     formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
     reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
-    gather's rows with the own keys, 44 take small logits apart and shares of rows into the last kernel;
+    gather's rows with the own keys, 57 take small logits apart, also beside masks, and shares of rows into the last kernel;
     50 head the modules of sweeps, of weights and of the device's state, 424 carry messages by copy engines,
     106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
     kernels read, 39 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
@@ -250,5 +250,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_368, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_381, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_255 and pages <= 850 and step <= 3_566

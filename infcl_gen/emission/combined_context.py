@@ -93,7 +93,7 @@ def combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "statements_of_rows": "\n".join(statements),
         "functions": (functions := functions_called(statements)),
         "of_functions": bool(functions),
-        "quotient": "tl.where(y >= 0.0, 1.0, t) / (1.0 + t)",
+        "divided": "dividend / divisor",
         **{name: text if without else ABSENT for name, text in nothing.items()},
         "and_nothing": "; infinite where it is empty" * without,
         "weighted_mantissa": f'tl.where(mantissa == 0.0, float("inf"), {weighted})' if without else weighted,

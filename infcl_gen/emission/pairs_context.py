@@ -25,13 +25,12 @@ _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
 _ABOUT_POWERS = "Functions are evaluated from 2^-|x log2(e)|, which cannot overflow."
 _ABOUT_POWERS_OF_SMALL = """\
-A strip is computed from 2^{0}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
-product of 1 + 2^{0}y over up to 32 pairs of a row is not below 2^126."""
+{0} strip is computed from 2^{1}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
+product of 1 + 2^{1}y over up to 32 pairs of a row is not below 2^126."""
 _OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
-_LOGIT_OF_PART = "tl.fma(part_of(z, part, PARTS), slope, shift)"
-_COUNTED_LOGIT = "y = part_of(y_of_tile, part, PARTS)"
-_DIAGONAL_IN_TILE = "apart |= (row0 + offset > -ROWS) & (row0 + offset < KEYS)"
-_LABELLED_IN_TILE = "apart |= tl.max(((place >= 0) & (place < KEYS)).to(tl.int32)) != 0"
+_LOGIT = "tl.fma(part_of(z, part, PARTS), slope, shift)"
+_COUNTED_LOGIT = "part_of(y_of_tile, part, PARTS)"
+_MET_LARGE = "tl.load(sums + 2 * parts + program) != 0.0"
 _LIBDEVICE = "from triton.language.extra import libdevice"
 _CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
 _IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
@@ -54,6 +53,8 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     sign = derivation.softplus_sign
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
+    beside_masks = pairs.small_beside_masks(plan)
+    strip = "A" if beside_masks else "An unmasked"
     minus = "-" if sign < 0 else ""
     logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
@@ -91,7 +92,6 @@ it would be as another key: the difference of two sums would lose it."""
         softplus_terms, softplus_slopes = "terms_by_size", "slopes_by_size"
     # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
     at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
-    counted_before_ids = whole and at != "-y"  # with the other sign, NOTHING has a term
     slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
     by_class = {
         "ids_of_tile": (IDS_OF_ROWS, True),
@@ -102,7 +102,7 @@ it would be as another key: the difference of two sums would lose it."""
     return {
         "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
         "about_positives": own * placed,
-        "about_powers": _ABOUT_POWERS_OF_SMALL.format(minus) if traits.small_first else _ABOUT_POWERS,
+        "about_powers": _ABOUT_POWERS_OF_SMALL.format(strip, minus) if traits.small_first else _ABOUT_POWERS,
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
@@ -113,20 +113,22 @@ it would be as another key: the difference of two sums would lose it."""
         "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
         "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
         "functions": functions,
-        "quotient": "quotient(tl.where(y >= 0.0, 1.0, t), 1.0 + t)",
+        "divided": "quotient(dividend, divisor)",
         "library_of_functions": _LIBDEVICE if "quotient" in functions else ABSENT,
         "constants_of_functions": "\n".join(constants) or ABSENT,
         "in_base_2": _IN_BASE_2 if whole else ABSENT,
         "logit": logit,
-        "counted_before_ids": counted_before_ids,
-        "counted_part": "counted_part" if whole else "counted_pairs",
-        "logit_of_part": _COUNTED_LOGIT if counted_before_ids else f"{logit} = {_LOGIT_OF_PART}",
-        "or_has_positives": (_LABELLED_IN_TILE if plan.labels else _DIAGONAL_IN_TILE) if placed else ABSENT,
+        "logit_of_part": f"{logit} = {_COUNTED_LOGIT if beside_masks else _LOGIT}",
         **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
         "of_softplus": whole,
         "small_first": traits.small_first,
+        "small_beside_masks": beside_masks,
+        "beside_masks": "" if beside_masks else " Beside masks a thread has no registers for both.",
+        "expects_large": f"({_MET_LARGE}) | MASKED" if not beside_masks else _MET_LARGE,
+        "sizes": "2" if beside_masks else "MASKED, 2",
         "softplus_sign": minus,
         "times_terms": f"{weight} * " if sign and weight != 1 else "",
+        "pairs_that_count": "counted_logits" if whole else "counted_pairs",
         "terms_of_part": softplus_terms if whole else "terms_of_classes",
         "times_slopes": {1.0: "", -1.0: "-"}.get(factor, f"{factor} * "),
         "slopes_of_part": softplus_slopes if whole else "slopes_of_classes",

@@ -8,6 +8,17 @@ from infcl_gen.kernels.family import Family
 from infcl_gen.kernels.forward import K as FORWARD_K
 from infcl_gen.kernels.forward import Q as FORWARD_Q
 from infcl_gen.kernels.gradient import K, Q
+from infcl_gen.kernels.hopper import ARCH
+
+
+def small_beside_masks(choice: Choice) -> bool:
+    """Whether a panel with masks takes small logits apart, too: on Hopper, where positives lie on the diagonal.
+
+    Elsewhere a thread has no registers for both: with labels or ids 8 to 136 bytes are spilled, on sm_100 80.
+    """
+    traits = choice.traits
+    diagonal = traits.placed and not (traits.labels or traits.ids)
+    return choice.arch == ARCH and traits.small_first and diagonal
 
 
 def sweeps(choice: Choice) -> tuple[dict[str, Any], ...]:

@@ -28,6 +28,7 @@ margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
 angular = spec(DERIVABLE["angular_margin"].formula, "label", "angular")
 siglip_of_distances = spec(DERIVABLE["siglip_of_distances"].formula, "diagonal", "siglip_of_distances")
+siglip_labels = spec(DERIVABLE["siglip_labels"].formula, "label", "siglip_labels")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
 weighed_sides, rates_of_sides, decoupled_clip = SIDES, RATES_OF_SIDES, DECOUPLED_CLIP
 rate, weighed_by_all, weighed_by_partner, weighed_by_column = RATE, BY_ALL, BY_PARTNER, BY_COLUMN

@@ -81,7 +81,7 @@ ACCURATE = [
     *((strategy, "cwcl") for strategy in ("panel", "rows")),
     *(("panel", loss) for loss in ("gist", "near_and_ids", "weighed_by_column", "sogclr_clip")),
     *(("panel", loss) for loss in ("mil_nce", "dcl", "distill_both", "distill_clip", "spectral")),
-    *(("panel", loss) for loss in ("gemini", "three_block_hard", "siglip_of_distances")),
+    *(("panel", loss) for loss in ("gemini", "three_block_hard", "siglip_of_distances", "siglip_labels")),
 ]
 # Left to the nightly tier: other tests of kernels have the gate judge these losses, or all that they combine.
 REPEATED_LOSSES = [
