@@ -237,7 +237,8 @@ def test_the_source_stays_small() -> None:
     5 keep the own part of a ring's sums at home, 28 read products back as they were written, and name what a refused
     formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
     reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
-    gather's rows with the own keys, 57 take small logits apart, also beside masks, and shares of rows into the last kernel;
+    gather's rows with the own keys, 57 take small logits apart, also beside masks, and shares of rows into the last
+    kernel;
     50 head the modules of sweeps, of weights and of the device's state, 424 carry messages by copy engines,
     106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
     kernels read, 39 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
