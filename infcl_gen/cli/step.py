@@ -31,7 +31,7 @@ def step(flags: dict[str, Any]) -> None:
     ):
         if flags[name] is None:
             raise InputError(f"{flag_name(name)}: is required; give {example}")
-    from infcl_gen.hardware.profile import load_profile
+    from infcl_gen.hardware.profile import find_profile
     from infcl_gen.step.costs import read_costs
     from infcl_gen.step.plan import TREATMENTS
     from infcl_gen.step.planner import PlannedLoss, check_treatments, optimizer_bytes, plan_from_costs
@@ -40,7 +40,8 @@ def step(flags: dict[str, Any]) -> None:
     if costs.with_targets and (flags["loss"] or flags["treatments"]):
         raise InputError("--loss, --treatments: are of a contrastive step; the profile has a loss with targets")
     memory_bytes = parse_bytes(flags["memory_budget"], "--memory-budget")
-    load_profile(costs.device).check_budget("--memory-budget", memory_bytes)
+    if device := find_profile(costs.device):
+        device.check_budget("--memory-budget", memory_bytes)
     devices = options.count(flags, "devices", 1, 1, MAX_DEVICES)
     named = TREATMENTS if flags["treatments"] is None else tuple(map(str, options.parts(flags["treatments"])))
     inputs = flags["inputs"] or ("host" if costs.host_to_device_gbs else "device")

@@ -100,6 +100,14 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in (_FOLDER / "profiles").glob("*.toml")))
 
 
+def find_profile(name_or_path: str) -> DeviceProfile | None:
+    """`load_profile`; None for a device that has no profile."""
+    try:
+        return load_profile(name_or_path)
+    except InputError:
+        return None
+
+
 def load_profile(name_or_path: str) -> DeviceProfile:
     """The profile of a name (ignoring case, spaces and dashes), or of a FILE.toml.
 

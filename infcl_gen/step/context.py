@@ -148,12 +148,19 @@ def wrapper_of(modules: Iterable[nn.Module]) -> str:
 
 
 def memory_of(memory: int | str, device: torch.device, device_profile: str | None) -> int:
-    """Bytes that the process may allocate; of a device that is not here, those of its profile."""
+    """Bytes that the process may allocate; of a device that is not here, those of its profile.
+
+    Raises InputError for more than such a device has.
+    """
     spare = SPARE
+    profile = None if device_profile is None else load_profile(device_profile)
     if memory != "auto":
-        return parse_bytes(memory, "memory")
-    if device_profile is not None:
-        free = load_profile(device_profile).memory_bytes
+        given = parse_bytes(memory, "memory")
+        if profile is not None:
+            profile.check_budget("memory", given)
+        return given
+    if profile is not None:
+        free = profile.memory_bytes
     elif device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         settings = [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]

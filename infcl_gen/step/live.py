@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InputError, in_python_words
-from infcl_gen.hardware.profile import load_profile
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import check_integer, parse_count, show
 from infcl_gen.lazy import global_value
@@ -133,9 +132,7 @@ def plan_step(
                 bound = bare._replace(towers=(_of_mean(context, runs[0], mean, inputs[0], targets),))
                 inputs = [(inputs[0], targets)]
         given = _given_costs(costs, len(runs), targets is not None)
-        here = probe.profile(context.device)
-        load_profile(given.device if given else here).check_budget("memory", allowed_bytes)
-        elsewhere = given is not None and given.device != here
+        elsewhere = given is not None and given.device != probe.profile(context.device)
         if given and not (elsewhere or given.with_targets):
             _check_features(given, bound.towers[0].features, loss)
         runs_here = mode is None and not (elsewhere and isinstance(loss, str))  # it is planned for the costs' device

@@ -396,12 +396,18 @@ class TestCommand:
 
     def test_a_profile_of_a_model_with_targets(self, profile: str, tmp_path: Path) -> None:
         tower = dataclasses.replace(IMAGE, feature_bytes=0, checkpointed=None)
-        write_costs(tmp_path / "targets.toml", dataclasses.replace(COSTS, dim=0, dtype="fp32", towers=(tower,)))
+        costs = dataclasses.replace(COSTS, dim=0, dtype="fp32", towers=(tower,))
+        write_costs(tmp_path / "targets.toml", costs)
         flags = ("--profile", str(tmp_path / "targets.toml"), "--memory-budget", "2GiB", "--batch-size", "1000")
         printed = run("step", *flags).stdout
         assert "  streamed  " in printed and "features" not in printed and "  cached  " not in printed
         plan = json.loads(run("step", *flags, "--json").stdout)["plan"]
         assert plan["towers"][0]["streamed"]["samples"] == 1000 and plan["alternatives"] == []
+        # The memory of a device without a profile is not known, that of an H200 is.
+        for device, code in (("of my own", 0), ("h200", 2)):
+            write_costs(tmp_path / "roomy.toml", dataclasses.replace(costs, device=device))
+            roomy = ("--profile", str(tmp_path / "roomy.toml"), "--memory-budget", "500GiB", "--batch-size", "1000")
+            assert run("step", *roomy).exit_code == code
         for more in (("--loss", "clip"), ("--treatments", "kept")):
             done = run("step", *flags, *more)
             assert done.exit_code == 2 and "--loss, --treatments: are of a contrastive step" in done.stderr
