@@ -30,7 +30,6 @@ product of 1 + 2^{1}y over up to 32 pairs of a row is not below 2^126.{2}"""
 _OF_SMALL = "LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"
 _LOGIT = "tl.fma(part_of(z, part, PARTS), slope, shift)"
 _COUNTED_LOGIT = "part_of(y_of_tile, part, PARTS)"
-_MET_LARGE = "tl.load(sums + 2 * parts + program) != 0.0"
 _LIBDEVICE = "from triton.language.extra import libdevice"
 _CALLED_BY = {"sigmoid": "sigmoid2", "softplus": "log_one_plus"}
 _IN_BASE_2 = "slope, shift = slope * LOG2E, shift * LOG2E  # y = x log2(e): powers of 2 take no product with it"
@@ -54,7 +53,7 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
     beside_masks = pairs.small_beside_masks(plan)
-    which, others = ("", "") if beside_masks else (" without masks", " Others are computed from 2^-|y| alone.")
+    unmasked, masked = ("", "") if beside_masks else (" without masks", " Others are computed from 2^-|y| alone.")
     minus = "-" if sign < 0 else ""
     logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
@@ -102,7 +101,7 @@ it would be as another key: the difference of two sums would lose it."""
     return {
         "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
         "about_positives": own * placed,
-        "about_powers": _ABOUT_POWERS_OF_SMALL.format(which, minus, others) if traits.small_first else _ABOUT_POWERS,
+        "about_powers": _ABOUT_POWERS_OF_SMALL.format(unmasked, minus, masked) if traits.small_first else _ABOUT_POWERS,
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
@@ -123,9 +122,6 @@ it would be as another key: the difference of two sums would lose it."""
         "of_softplus": whole,
         "small_first": traits.small_first,
         "small_beside_masks": beside_masks,
-        "beside_masks": "" if beside_masks else " Logits beside masks count as large.",
-        "expects_large": f"({_MET_LARGE}) | MASKED" if not beside_masks else _MET_LARGE,
-        "sizes": "2" if beside_masks else "MASKED, 2",
         "softplus_sign": minus,
         "times_terms": f"{weight} * " if sign and weight != 1 else "",
         "pairs_that_count": "counted_logits" if whole else "counted_pairs",
