@@ -128,11 +128,11 @@ def test_templates_stay_small() -> None:
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
     take weights and states of keys, and positives in these sums; 31 add up the terms of each query of a sum over pairs;
     14 have weights of rows and keys of each prefix; 20 take sigmoids from powers of 2, by a quotient of the library,
-    and print what is called; 63 take small logits apart, two by two, and mask whole tiles where registers allow.
+    and print what is called; 67 take small logits apart, two by two, and mask whole tiles where registers allow.
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5743 and pages <= 150
+    assert sum(lines.values()) - pages <= 5747 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
