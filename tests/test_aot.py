@@ -39,11 +39,14 @@ BOARDS = {
 # cosines on Hopper: a number that it reads once a prefix.
 KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
 SPILLED_BY_COSINES = 8
+SPILLED_BY_SIZES = 8  # of masked panels by Triton 3.7, read again for each size of logits
 
 
 def allowed_spill(kernel: str, target: str, dim: int, version: str, cosines: bool = False) -> int:
     if kernel == "gradient_hopper":
         return SPILLED_BY_COSINES * cosines
+    if kernel == "pairs":
+        return SPILLED_BY_SIZES * (target == "sm_90")
     known = KNOWN_SPILLS.get((version.rpartition(".")[0], target, dim), 0)
     return known if kernel in ("forward", "forward_wide") else 0
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5582b7de06a0c495e816fee913e0024ab8aebc8f7673020ff0d83c93dab1e331",
+    "digest": "78376bca9534a75852abe481d60f92b061e2415c4ddf8040eba263fc0810d34d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c66b63388bea4993e2140d5faf5c5d0793ea5416dcab068807aa3d8611595d3c",
+    "digest": "c8798c88b9f0390278b12f2f0befe2555c3571dd2f3f25c3fca2932f3a59c5e9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -107,6 +107,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         "library_of_functions": ABSENT,
         # Constants.
+        "about_first_z": ABSENT,
+        "first_z": "tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)",
         "inner": inner,  # depth of a similarity, as a constant of the file
         "depth_of_positives": "width" if plan.slabs else inner,
         "columns_of_product": "width" if plan.slabs else "DIM",

@@ -23,6 +23,8 @@ ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the me
 ABOUT_RADIAL = "radial (slabs, rows): a row of total loses so many times its x, after the dots, slab by slab."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
+_TURN = "turn = (block.first_query // {0}_ROWS + block.first_key // {0}_KEYS) % 2  # in turn along keys"
+
 
 def schedule_context(
     name: str,
@@ -149,8 +151,10 @@ def schedule_context(
         "constants": _constants(plan, profile, exponent) + _of_prefixes(plan, weights),
         "forward_buffers": _forward_buffers(plan),
         **(_OF_ALL_QUERIES if plan.traits.at_once else _OF_EACH_QUERY),
-        "for_each_program": f"{'three' if plan.traits.small_first else 'two'} for each program of a panel",
-        "numbers_of_programs": 2 + plan.traits.small_first,
+        "for_each_program": f"{'four' if plan.traits.small_first else 'two'} for each program of a panel",
+        "forward_turn": _TURN.format("FORWARD") if plan.traits.small_first else ABSENT,
+        "gradient_turn": _TURN.format("PANEL") if plan.traits.small_first else ABSENT,
+        "numbers_of_programs": 2 + 2 * plan.traits.small_first,
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
         "and_referenced": ", referenced=False" * plan.rows,

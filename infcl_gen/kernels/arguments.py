@@ -54,7 +54,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     ("i32", "always"): "g_stride g_row_stride stash_stride slab_stride query_factors_stride key_factors_stride "
     "radial_rows radial_keys",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
-    "all_queries all_keys written width",
+    "all_queries all_keys written width turn",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "guide_q_depth_stride guide_k_depth_stride "

@@ -425,8 +425,8 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         terms += _halves(v, forward, Max(rows, Min(F, m)), Max(keys, Min(G, n)))
         of_forward = Min(ceil_div(Min(F, m), Bf), T) * ceil_div(Min(G, n), Kf)
         parts = Max(Min(row_blocks, V) * key_blocks, of_forward)
-        why = "terms, slopes" + ", and if logits are large" * v.traits.small_first + ", a part of each program"
-        terms.append(BufferTerm("term_sums", forward, (2 + v.traits.small_first, parts), why, "fp64"))
+        why = "terms, slopes" + ", and sizes of logits" * v.traits.small_first + ", a part of each program"
+        terms.append(BufferTerm("term_sums", forward, (2 + 2 * v.traits.small_first, parts), why, "fp64"))
     if not in_place:
         # Unrounded gradients are twice as long as rounded ones, and their own sums.
         own, why = ceil_div(both_sides, 2), "dk over all query panels, and dq of the panel in work"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from infcl_gen.planning.records import read_records
 from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
-from tests.kernels import checks
+from tests.kernels import checks, pieces
 from tests.kernels.packages import Made, generated
 from tests.tiers import examples
 
@@ -182,6 +182,10 @@ def test_sums_of_several_ranks() -> None:
 
 def test_large_logits_of_one_key() -> None:
     checks.one_large_key(planned("panel", "siglip", "bf16", 64), "cuda")
+
+
+def test_sizes_of_logits() -> None:
+    pieces.sizes_of_logits(planned("panel", "siglip", "bf16", 512), "cuda")
 
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))

@@ -63,20 +63,57 @@ def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
 
 
 def slopes_of_all_sizes(made: Made, device: str = "cpu") -> None:
-    """Slopes of logits from -95 to 85, one by one: dk is g, as queries are rows of the unit matrix. A row with a logit
-    of 100 lets its strip be computed as one of large logits."""
+    """Slopes of logits from -95 to 85, one by one: dk is g, as queries are rows of the unit matrix. Four logits
+    of 85 that a thread adds up let their strip be computed as one of large logits; a tile alone does not tell that."""
     package, rows = module(made), 64  # as many as columns of features
     generator = torch.Generator().manual_seed(6)
-    for largest in (85.0, 100.0):
+    for columns in ((7,), (7, 15, 23, 31)):
         x = -95.0 * torch.rand(rows, rows, generator=generator)
-        x[torch.arange(rows), (torch.arange(rows) + 7) % rows] = torch.linspace(0.0, largest, rows)
+        for column in columns:
+            x[torch.arange(rows), (torch.arange(rows) + column) % rows] = torch.linspace(0.0, 85.0, rows)
         q, k = torch.eye(rows, device=device), x.T.contiguous().to(device)
         dk = package.loss_and_grads(q, k, 1.0, 0.0)[2].cpu().T.double() * rows
         slopes = x.double().sigmoid() - torch.eye(rows, dtype=torch.float64)
         # Of x log2(e) two roundings, of a power of 2 two, of a slope four.
         allowed = (1.5 * x.abs().double() + 8) * 2.0**-24 * slopes.abs() + torch.finfo(torch.float32).smallest_normal
         wrong = ((dk - slopes).abs() / allowed).max()
-        assert float(wrong) <= 1, f"a slope of logits up to {largest} is off by {wrong:.2f} of what is allowed"
+        assert float(wrong) <= 1, f"a slope is off by {wrong:.2f} of what is allowed, large logits in columns {columns}"
+
+
+def sizes_of_logits(made: Made, device: str = "cpu") -> None:
+    """Logits near the bound of tiny ones, and a larger one at the end of a strip: which size a call hands on, and terms
+    and slopes. Queries are rows of a diagonal matrix, so dk is g times a number; positives of 40 have no part in it."""
+    package, rows = module(made), made.dim
+    schedule: Any = package._schedule
+    generator, make = torch.Generator().manual_seed(7), schedule.term_sums
+    sides = {"PANEL_ROWS": rows, "PANEL_KEYS": rows // 2, "GRADIENT_PROGRAMS": 1}  # one program for a block of keys
+    factors = (1 + 0.1 * torch.rand(rows, generator=generator)).bfloat16()
+    tiny = (-8.5 + 0.5 * torch.rand(rows, rows, generator=generator)).bfloat16().fill_diagonal_(40.0)
+    columns = {"first": 5, "last": rows - 9}  # of the panels of a call
+    others, kept = ~torch.eye(rows, dtype=torch.bool), []
+
+    def seen(*of: Any) -> torch.Tensor:
+        kept.append(make(*of))
+        return kept[-1]
+
+    cases = [(panel, x, size) for panel in columns for x, size in ((-7.5, 1), (-5.5, 2), (-4.0, 2), (100.0, 3))]
+    for panel, largest, size in cases:
+        k = tiny.clone()
+        k[-1, columns[panel]] = largest
+        x = factors[:, None].double() * k.double()
+        with mock.patch.object(schedule, "term_sums", seen), mock.patch.multiple(schedule, **sides):
+            call = package.loss_and_grads(factors.diag().to(device), k.T.contiguous().to(device), 1.0, 0.0)
+        found = [each.cpu().double() for each in call]
+        terms, slopes = torch.nn.functional.softplus(x) * others, x.sigmoid() * others
+        rounded = (slopes.bfloat16() * factors[:, None]).double()
+        off = (found[2].T * rows != rounded)[others].double().mean()
+        where = f"a logit of {largest} in the {panel} panel"
+        met = float(kept[-1][2:].max())
+        assert met == size, f"{where}: a size of {met:g}"
+        for name, value, true in (("loss", found[0], terms.sum()), ("dbias", found[4], slopes.sum())):
+            error = abs(float(value * rows / true) - 1)
+            assert error < 7e-7, f"{where}: {name} is off by {error:.1e}"
+        assert float(off) < 2e-3, f"{where}: {off:.1%} of the slopes are off by a rounding"
 
 
 def thresholds_of_the_forward(made: Made, device: str = "cpu") -> None:

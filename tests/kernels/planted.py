@@ -69,6 +69,7 @@ STATES, RATES = Made("panel", "sogclr"), Made("rows", "rate")
 STATES_OF_SIDES = Made("panel", "rates_of_sides")
 WITHOUT_POSITIVES, OWN_OF_PANELS = Made("panel", "decoupled_by_id"), Made("panel", "hard")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
+OF_SIZES = Made("panel", "siglip", dim=128)
 DISTANCES = Made("panel", "siglip_of_distances")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
@@ -604,6 +605,26 @@ BUGS: dict[str, Bug] = {
     ),
     "large logits are taken for small ones": Bug(
         PAIRS, (("kernels.py", "tl.max(term_sums) == float", "tl.max(term_sums) == -float"),), checks.one_large_key
+    ),
+    "tiny terms lack their squares": Bug(
+        OF_SIZES,
+        (
+            (
+                "kernels.py",
+                "TINY_TERM, TINY_SLOPE = tl.constexpr(0.4994607)",
+                "TINY_TERM, TINY_SLOPE = tl.constexpr(0.0)",
+            ),
+        ),
+        pieces.sizes_of_logits,
+    ),
+    "a tiny slope lacks its square": Bug(
+        OF_SIZES, (("kernels.py", "value = tl.fma(t * -1.0, t, t)", "value = t"),), pieces.sizes_of_logits
+    ),
+    "a strip counts as one of tiny logits": Bug(
+        OF_SIZES, (("kernels.py", "squares < LARGEST_SQUARES,", "squares < 1.0,"),), pieces.sizes_of_logits
+    ),
+    "the size that a program has met is not handed on": Bug(
+        OF_SIZES, (("kernels.py", "parts + program, size)", "parts + program, 0.0)"),), pieces.sizes_of_logits
     ),
     "a NaN hides large logits": Bug(
         PAIRS, (("kernels.py", "(grown_by < LARGEST_GROWTH,", "(~(grown_by >= LARGEST_GROWTH),"),), checks.one_large_key

@@ -28,6 +28,12 @@ def test_slopes_of_all_sizes(interpreted: Interpreter) -> None:
     interpreted(pieces.slopes_of_all_sizes, Made("panel", "siglip", "fp32", precision="exact", dim=64))
 
 
+def test_sizes_of_logits(interpreted: Interpreter) -> None:
+    """Planted: tiny terms without their squares, a slope without its own, a strip of others that counts as tiny, sizes
+    that are not handed on."""
+    interpreted(pieces.sizes_of_logits, Made("panel", "siglip", dim=128))
+
+
 def test_thresholds_of_the_forward(interpreted: Interpreter) -> None:
     """Planted: SMALLEST_SUM of 2^-125, LARGEST_SUM of 2^127."""
     interpreted(pieces.thresholds_of_the_forward, Made("panel", "infonce"))
