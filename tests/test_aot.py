@@ -35,18 +35,18 @@ BOARDS = {
     "gfx950": "mi355x",
 }
 # Bytes a thread that a version of Triton spills in the forward kernels of these dimensions, by (major.minor, target,
-# dimension). What it compiles otherwise, and what other versions compile, has no spills, but for the gradient of
-# cosines on Hopper: a number that it reads once a prefix.
+# dimension). What it compiles otherwise, and what other versions compile, has no spills, but for two kernels on
+# Hopper: the gradient of cosines, a number that it reads once a prefix, and sums over pairs.
 KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
 SPILLED_BY_COSINES = 8
-SPILLED_BY_SIZES = 8  # of masked panels by Triton 3.7, read again for each size of logits
+SPILLED_BY_SIZES = 8  # by Triton 3.7, of masked panels: a pointer that each size of logits reads once
 
 
 def allowed_spill(kernel: str, target: str, dim: int, version: str, cosines: bool = False) -> int:
     if kernel == "gradient_hopper":
         return SPILLED_BY_COSINES * cosines
     if kernel == "pairs":
-        return SPILLED_BY_SIZES * (target == "sm_90")
+        return SPILLED_BY_SIZES * (target == "sm_90" and version.startswith("3.7."))
     known = KNOWN_SPILLS.get((version.rpartition(".")[0], target, dim), 0)
     return known if kernel in ("forward", "forward_wide") else 0
 

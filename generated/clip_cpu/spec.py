@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "78376bca9534a75852abe481d60f92b061e2415c4ddf8040eba263fc0810d34d",
+    "digest": "4928f7b3463cb3dd3f2f2579077238124b51a1d986979cc7e3aa9b0e188b58b3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

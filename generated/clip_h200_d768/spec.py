@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c8798c88b9f0390278b12f2f0befe2555c3571dd2f3f25c3fca2932f3a59c5e9",
+    "digest": "51b50ab27c5175cd4787cba1e7c80b705ceb2ea7c4c8b998dc17a4616db78c04",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -107,8 +107,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         "library_of_functions": ABSENT,
         # Constants.
-        "about_first_z": ABSENT,
-        "first_z": "tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)",
         "inner": inner,  # depth of a similarity, as a constant of the file
         "depth_of_positives": "width" if plan.slabs else inner,
         "columns_of_product": "width" if plan.slabs else "DIM",
@@ -150,6 +148,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "sums_slopes": plan.traits.sums_slopes,
         "dscale_rest": triton_code(derivation.dscale_rest),
         "dbias_factor": triton_code(derivation.dbias_factor),
+        "tiny_first": False,
         "scalars": "scalars_of_rows" if plan.traits.combined else "scalars_of_pairs",
         "why_positives": _WHY_POSITIVES[plan.traits.combined],
         **(pairs_context(plan, derivation, unit) if of_pairs else {}),

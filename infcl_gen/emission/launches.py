@@ -36,7 +36,7 @@ _ALL = {
     "radial_keys": "scratch.key_radial.stride(1)",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
-    "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",
+    "turn": "scratch.turn", "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",
 }  # fmt: skip
 _ALL |= {f"{x}_{way}_stride": f"{x}.stride({axis})" for x in "qkx" for axis, way in enumerate(("row", "depth"))}
 _ALL |= {f"{side}second_{x}": f"block.{side}second.{x}" for side in ("", "key_") for x in ("exponent", "mantissa")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,31 +25,37 @@ _INTERPRETED = "INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # wi
 _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
 _ABOUT_POWERS = "Functions are evaluated from 2^-|x log2(e)|, which cannot overflow."
-_ABOUT_POWERS_OF_SMALL = """\
-A strip{0} is computed from 2^{1}y, y = x log2(e), and again from 2^-|y|, which cannot overflow, where a
-product of 1 + 2^{1}y over up to 32 pairs of a row is not below 2^126.{2}{3}"""
-_ABOUT_TINY = """
-With gradients it is first computed from t = 2^{0}y and t^2 alone, and again where a sum of t^2 over up to 32 pairs of a
-row is not below 2^-18."""
+_ABOUT_SMALL = """\
+Logits of a strip are taken for small or large ones; it begins with the size that a panel before has met. Small ones
+take t = 2^{0}y, y = x log2(e), and large ones 2^-|y|, which cannot overflow. A strip is computed again as one of large
+logits where over up to 32 pairs of a row the product of 1 + t reaches 2^126."""
+_ABOUT_TINY = """\
+Logits of a strip are taken for tiny, small or large ones; it begins with the size that a panel before has met. Tiny
+ones, with gradients alone, take t = 2^{0}y, y = x log2(e), and t^2, small ones t, and large ones 2^-|y|, which cannot
+overflow. A strip is computed again as the next size where over up to 32 pairs of a row the sum of t^2 reaches 2^-18, or
+the product of 1 + t reaches 2^126."""
+_ABOUT_MASKS = " Strips beside masks count as large."
 _OF_SMALL = """\
-TINY, SMALL, LARGE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # sizes of logits
-LARGEST_SMALL = tl.constexpr(126.0)  # of y: one from there on makes its strip large
-LARGEST_GROWTH = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"""
+SMALL, LARGE = tl.constexpr(2), tl.constexpr(3)  # sizes of logits
+GROWTH_BELOW = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"""
 _OF_TINY = """\
-LARGEST_TINY = tl.constexpr(-9.0)  # of y: t, 2^y, is below 2^-9
-LARGEST_SQUARES = tl.constexpr(2.0**-18)
-# log(1 + t) = t - TINY_TERM t^2, relatively to 2.2e-7, and t / (1 + t) = t - TINY_SLOPE t^2, to 6.6e-7: the smallest
-# largest errors for t up to 2^-9. A slope of one pair has t^2 itself, good to 2^-18.
+TINY = tl.constexpr(1)
+LONG_STRIP = tl.constexpr(16)  # of row blocks: there a guess by one tile costs at most 6 %
+TINY_BELOW = tl.constexpr(-9.0)  # log2(t) of a tile in front of tiny strips
+SQUARES_BELOW = tl.constexpr(2.0**-18)
+# Minimax for t up to 2^-9: log(1 + t) = t - TINY_TERM t^2, relatively to 2.2e-7; t / (1 + t) = t - TINY_SLOPE t^2, to
+# 6.6e-7.
 TINY_TERM, TINY_SLOPE = tl.constexpr(0.4994607), tl.constexpr(0.99838197)"""
-_OPERATIONS_OF_SMALL = "A pair takes 8 operations for 13 where logits are small, and half as many reciprocals."
-_OPERATIONS_OF_TINY = (
-    "A pair takes 6 operations where logits are tiny, 8 where they are small and 13 where they are large."
-)
-# 0.1 to 0.2 ms of a call of siglip at B = 64k on an H200, whose tiles have 128 instructions less.
-_UNKNOWN_ZERO = {
-    "about_first_z": "# A 0 that compilers do not know: they would write it to a register anew for each element.",
-    "first_z": "tl.full((ROWS, KEYS), queries < 0, tl.float64 if WIDEN else tl.float32)",
+_OPERATIONS = {
+    "pairs": "A pair takes 8 operations where logits are small, and 13 where they are large.",
+    "pair_terms": "A pair takes 4 operations where logits are small, and 6 where they are large.",
 }
+_OPERATIONS_OF_TINY = (
+    "A pair takes 6 operations where logits are tiny, 8 where they are small, 13 where they are large."
+)
+_SIZE_MET = "largest_size(sums + (2 + turn) * parts, tl.num_programs(0))"
+_OF_SMALL_SWEEP = {"first_size": "SMALL", "size_met": f"tl.maximum({_SIZE_MET}, SMALL)"}
+_OF_TINY_SWEEP = {"first_size": "TINY", "size_met": _SIZE_MET, "terms_of_tile": "sums_by_three_sizes"}
 _LOGIT = "tl.fma(part_of(z, part, PARTS), slope, shift)"
 _COUNTED_LOGIT = "part_of(y_of_tile, part, PARTS)"
 _LIBDEVICE = "from triton.language.extra import libdevice"
@@ -74,15 +81,14 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     traits = plan.traits
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
     small, beside_masks, tiny = traits.small_first, pairs.small_beside_masks(plan), pairs.tiny_first(plan)
-    unmasked, masked = ("", "") if beside_masks else (" without masks", " Others are computed from 2^-|y| alone.")
     minus = "-" if sign < 0 else ""
-    about_powers = _ABOUT_POWERS_OF_SMALL.format(unmasked, minus, masked, _ABOUT_TINY.format(minus) * tiny)
+    about_sizes = (_ABOUT_TINY if tiny else _ABOUT_SMALL).format(minus) + _ABOUT_MASKS * (not beside_masks)
+    about_range = about_sizes if small else _ABOUT_POWERS
     logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
     other = "a key of another id" if ids else "a key that is not its positive"
     same = "a key of its id" + ", but no positive" * placed
-    own = """ A positive's own term takes the place of what
-it would be as another key: the difference of two sums would lose it."""
+    own = " A positive's own term takes the place of what it would be as another key: a difference would lose it."
     times_unit = "" if unit == 1 else ", times the unit of g"
     slopes_of, factor = of_tile(slope.other, unit, logit, of_logit), unit * slope_weight
     of_classes = [
@@ -110,8 +116,8 @@ it would be as another key: the difference of two sums would lose it."""
     constants += [_OF_SMALL] * small + [_OF_TINY] * tiny
     softplus_terms, softplus_slopes, terms_of_tile = "softplus_terms", "softplus_slopes", "logarithms_of_pairs"
     if small:
-        softplus_terms, softplus_slopes = "terms_by_size", "tiny_slopes" if tiny else "slopes_by_size"
-        terms_of_tile = "sums_of_small"
+        softplus_terms, softplus_slopes = "terms_by_size", "slopes_by_three_sizes" if tiny else "slopes_by_size"
+        terms_of_tile = "sums_by_size"
     # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
     at = {x: "y", -x: "-y", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
     slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-y" else ""
@@ -123,8 +129,7 @@ it would be as another key: the difference of two sums would lose it."""
     }
     return {
         "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
-        "about_positives": own * placed,
-        "about_powers": about_powers if small else _ABOUT_POWERS,
+        "about_range": textwrap.fill(f"Range. {about_range}{own * placed}", 118),
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
         "functions_of_pairs": [
@@ -145,7 +150,6 @@ it would be as another key: the difference of two sums would lose it."""
         "of_softplus": whole,
         "small_first": small,
         "small_beside_masks": beside_masks,
-        **(_UNKNOWN_ZERO if tiny else {}),
         "tiny_first": tiny,
         "softplus_sign": minus,
         "times_terms": f"{weight} * " if sign and weight != 1 else "",
@@ -159,10 +163,8 @@ it would be as another key: the difference of two sums would lose it."""
                 "follows": f" Those of positives are left out: `{each['positives']}` follows." * placed,
                 "grown": whole and each["terms"],
                 "terms_apart": each["terms"] and not (small and each["gradients"]),
-                "first_size": "TINY" if each["tiny"] else "SMALL",
-                "beyond_tiny": "(largest >= LARGEST_TINY).to(tl.float64) + " * each["tiny"],
-                "about_sizes": _OPERATIONS_OF_TINY if each["tiny"] else _OPERATIONS_OF_SMALL,
-                "terms_of_tile": "sums_of_tiny" if each["tiny"] else terms_of_tile,
+                **(_OF_TINY_SWEEP if each["tiny"] else {"terms_of_tile": terms_of_tile, **_OF_SMALL_SWEEP}),
+                "about_sizes": _OPERATIONS_OF_TINY if each["tiny"] else _OPERATIONS[each["kernel"]],
                 "summed": not each["of_rows"],
                 "times_factor": "value *= factor[:, None]" if each["weighed"] else ABSENT,
                 "times_factors": " * tl.load(factors + rows, mask=here, other=0.0)" * each["weighed"],

@@ -12,6 +12,7 @@ from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.kernels import TILES, families, forward
 from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
 from infcl_gen.kernels.family import most_strips
+from infcl_gen.kernels.pairs import small_beside_masks
 from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.planning.planner import Plan
 
@@ -23,7 +24,8 @@ ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the me
 ABOUT_RADIAL = "radial (slabs, rows): a row of total loses so many times its x, after the dots, slab by slab."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
-_TURN = "turn = (block.first_query // {0}_ROWS + block.first_key // {0}_KEYS) % 2  # in turn along keys"
+_ROOM_OF_FORWARD = "rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device"
+_TURN = ("turn", "which of two rows of sizes the last launch has read", "0")
 
 
 def schedule_context(
@@ -151,9 +153,12 @@ def schedule_context(
         "constants": _constants(plan, profile, exponent) + _of_prefixes(plan, weights),
         "forward_buffers": _forward_buffers(plan),
         **(_OF_ALL_QUERIES if plan.traits.at_once else _OF_EACH_QUERY),
+        **(dict.fromkeys(("of_scratch", "and_fresh"), ", scratch") if plan.traits.small_first else {}),
         "for_each_program": f"{'four' if plan.traits.small_first else 'two'} for each program of a panel",
-        "forward_turn": _TURN.format("FORWARD") if plan.traits.small_first else ABSENT,
-        "gradient_turn": _TURN.format("PANEL") if plan.traits.small_first else ABSENT,
+        "next_turn": f"scratch.turn ^= {'1' if small_beside_masks(plan) else 'not masked'}"
+        if plan.traits.small_first
+        else ABSENT,
+        "room_of_forward": ABSENT if plan.traits.at_once and not plan.split else _ROOM_OF_FORWARD,
         "numbers_of_programs": 2 + 2 * plan.traits.small_first,
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
@@ -309,7 +314,8 @@ def _new(shape: str, dtype: str = "torch.float32") -> str:
 
 
 def _forward_buffers(plan: Plan) -> list[str]:
-    return _fields([*_sums_of_a_panel(plan), ("kept", _KEPT, "None", plan.keeps_tiles)])
+    kept = ("kept", _KEPT, "None", plan.keeps_tiles)
+    return _fields([*_sums_of_a_panel(plan), kept, (*_TURN, plan.traits.small_first)])
 
 
 # Where the terms of a sum over pairs are added up.
@@ -398,6 +404,7 @@ def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:
         ),
         ("halves", _HALVES, "_halves(panel_rows, panel_keys, device)", plan.split),
         ("kept", _KEPT, "None", plan.stash),
+        (*_TURN, plan.traits.small_first),
         ("ratios", _RATIOS, "_ratios_scratch(keys, device)", ratios and not plan.stash),
     ]
     return _fields(found)

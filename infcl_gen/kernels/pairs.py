@@ -10,17 +10,17 @@ from infcl_gen.kernels.forward import Q as FORWARD_Q
 from infcl_gen.kernels.gradient import K, Q
 from infcl_gen.kernels.hopper import ARCH
 
-# What a launch reads it does not write: all its programs begin with one size, and results repeat bitwise.
-_ABOUT_SIZES = """ Two more rows
-    have the sizes of logits that the programs of a launch have met. `turn` tells, 0 or 1, which one this launch reads
-    and begins with; it writes the other."""
+_ABOUT_SIZES = """
+    Rows 2 and 3 have a size of logits for each program. A launch reads row 2 + turn, begins with the largest, and
+    writes what it has met to the other row: what is read no program writes, so results repeat bitwise."""
 
 
 def small_beside_masks(choice: Choice) -> bool:
     """Whether a panel with masks takes small logits apart, too: on Hopper, where positives lie on the diagonal.
 
     Ahead of time it compiles without spills on sm_80 and sm_89, too, but was not measured there. On sm_100 a thread has
-    no registers for both sizes, and spills 80 bytes, on gfx942 108; with labels or ids it spills 8 to 136 on sm_90.
+    no registers for sizes beside masks, and spills 80 bytes, on gfx942 108; with labels or ids it spills 8 to 136 on
+    sm_90.
     """
     traits = choice.traits
     diagonal = traits.placed and not (traits.labels or traits.ids)

@@ -186,6 +186,7 @@ def test_large_logits_of_one_key() -> None:
 
 def test_sizes_of_logits() -> None:
     pieces.sizes_of_logits(planned("panel", "siglip", "bf16", 512), "cuda")
+    pieces.sizes_handed_on(planned("panel", "siglip", "bf16", 64), "cuda")
 
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))

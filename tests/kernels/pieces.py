@@ -81,8 +81,10 @@ def slopes_of_all_sizes(made: Made, device: str = "cpu") -> None:
 
 
 def sizes_of_logits(made: Made, device: str = "cpu") -> None:
-    """Logits near the bound of tiny ones, and a larger one at the end of a strip: which size a call hands on, and terms
-    and slopes. Queries are rows of a diagonal matrix, so dk is g times a number; positives of 40 have no part in it."""
+    """Logits near the bound of tiny ones, and a larger one at the end of a strip: terms and slopes.
+
+    Queries are rows of a diagonal matrix, so dk is g times a number; positives of 40 have no part in it.
+    """
     package, rows = module(made), made.dim
     schedule: Any = package._schedule
     generator, make = torch.Generator().manual_seed(7), schedule.term_sums
@@ -94,26 +96,51 @@ def sizes_of_logits(made: Made, device: str = "cpu") -> None:
 
     def seen(*of: Any) -> torch.Tensor:
         kept.append(make(*of))
+        kept[-1][3] = 1.0  # what the first launch reads: it begins with tiny logits
         return kept[-1]
 
-    cases = [(panel, x, size) for panel in columns for x, size in ((-7.5, 1), (-5.5, 2), (-4.0, 2), (100.0, 3))]
-    for panel, largest, size in cases:
+    cases = [(panel, x, size, ()) for panel in columns for x, size in ((-7.5, 1), (-5.5, 2), (-4.0, 2), (100.0, 3))]
+    cases += [("first", -4.0, 3, 13), ("first", 100.0, 3, 13)]  # a NaN whose column the same thread adds up
+    for panel, largest, size, missing in cases:
         k = tiny.clone()
         k[-1, columns[panel]] = largest
+        k[:, missing] = math.nan
         x = factors[:, None].double() * k.double()
         with mock.patch.object(schedule, "term_sums", seen), mock.patch.multiple(schedule, **sides):
             call = package.loss_and_grads(factors.diag().to(device), k.T.contiguous().to(device), 1.0, 0.0)
         found = [each.cpu().double() for each in call]
         terms, slopes = torch.nn.functional.softplus(x) * others, x.sigmoid() * others
         rounded = (slopes.bfloat16() * factors[:, None]).double()
-        off = (found[2].T * rows != rounded)[others].double().mean()
+        off = (found[2].T * rows != rounded)[others & ~k.isnan()].double().mean()
         where = f"a logit of {largest} in the {panel} panel"
         met = float(kept[-1][2:].max())
         assert met == size, f"{where}: a size of {met:g}"
         for name, value, true in (("loss", found[0], terms.sum()), ("dbias", found[4], slopes.sum())):
             error = abs(float(value * rows / true) - 1)
-            assert error < 7e-7, f"{where}: {name} is off by {error:.1e}"
+            assert missing or error < 7e-7, f"{where}: {name} is off by {error:.1e}"
         assert float(off) < 2e-3, f"{where}: {off:.1%} of the slopes are off by a rounding"
+
+
+def sizes_handed_on(made: Made, device: str = "cpu") -> None:
+    """The size of logits that a launch begins with, and what it hands on. What it writes it does not read."""
+    schedule: Any = module(made)._schedule
+    kernels = schedule.kernels
+    rows, keys = kernels.LONG_STRIP.value * kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
+    q, k = (torch.zeros(n, made.dim, dtype=schedule.OPERAND_DTYPE, device=device) for n in (rows, keys))
+    one, long, short = torch.ones((), device=device), {"GRADIENT_PROGRAMS": 1}, {"GRADIENT_PROGRAMS": rows}
+    cases = [(0, -9, 1), (0, -5, 2), (1, -9, 1), (1, -5, 2), (2, -9, 2), (3, -9, 3)]
+    for strips, before, logit, expected in (*((long, *case) for case in cases), (short, 0, -9, 2)):
+        with mock.patch.multiple(schedule, PANEL_ROWS=rows, PANEL_KEYS=keys, **strips):
+            sums, scratch = schedule.term_sums(q, keys), schedule.backward_scratch(rows, keys, device)
+            sums[2], sums[3] = 3.0, float(before)  # the first launch reads row 3 and writes row 2
+            block = Block(q, k, one, one * logit, -2 * rows, 0, None, None, sums[:0], sums=sums)  # without positives
+            schedule._gradient_panel(block, scratch)
+        met = float(sums[2, 0])
+        assert met == expected, f"{logit} after {before}: {met:g}, not {expected}"
+        terms, slopes = (float(each.sum()) / (rows * keys) for each in sums[:2])
+        true = math.log1p(math.exp(logit)), 1 / (1 + math.exp(-logit))
+        for found, wanted in zip((terms, slopes), true, strict=True):
+            assert abs(found / wanted - 1) < 1e-6, f"{logit} after {before}: {found}, not {wanted}"
 
 
 def thresholds_of_the_forward(made: Made, device: str = "cpu") -> None:

@@ -621,13 +621,26 @@ BUGS: dict[str, Bug] = {
         OF_SIZES, (("kernels.py", "value = tl.fma(t * -1.0, t, t)", "value = t"),), pieces.sizes_of_logits
     ),
     "a strip counts as one of tiny logits": Bug(
-        OF_SIZES, (("kernels.py", "squares < LARGEST_SQUARES,", "squares < 1.0,"),), pieces.sizes_of_logits
+        OF_SIZES, (("kernels.py", "squares < SQUARES_BELOW,", "squares < 1.0,"),), pieces.sizes_of_logits
     ),
-    "the size that a program has met is not handed on": Bug(
-        OF_SIZES, (("kernels.py", "parts + program, size)", "parts + program, 0.0)"),), pieces.sizes_of_logits
+    "a NaN hides logits that are not tiny": Bug(
+        OF_SIZES,
+        (("kernels.py", "(squares < SQUARES_BELOW,", "(~(squares >= SQUARES_BELOW),"),),
+        pieces.sizes_of_logits,
+    ),
+    "a launch does not read the sizes of the one before": Bug(
+        PAIRS,
+        (("kernels.py", "largest_size(sums + (2 + turn)", "0.0 * largest_size(sums + (2 + turn)"),),
+        pieces.sizes_handed_on,
+    ),
+    "a launch reads the sizes that it writes": Bug(
+        PAIRS, (("kernels.py", "(sums + (2 + turn) * parts", "(sums + (3 - turn) * parts"),), pieces.sizes_handed_on
+    ),
+    "one tile tells nothing of its strip": Bug(
+        PAIRS, (("kernels.py", "< TINY_BELOW).to", "< 2 * TINY_BELOW).to"),), pieces.sizes_handed_on
     ),
     "a NaN hides large logits": Bug(
-        PAIRS, (("kernels.py", "(grown_by < LARGEST_GROWTH,", "(~(grown_by >= LARGEST_GROWTH),"),), checks.one_large_key
+        PAIRS, (("kernels.py", "(grown_by < GROWTH_BELOW,", "(~(grown_by >= GROWTH_BELOW),"),), checks.one_large_key
     ),
     "a slope of two is not divided as the other": Bug(
         PAIRS,

@@ -29,9 +29,14 @@ def test_slopes_of_all_sizes(interpreted: Interpreter) -> None:
 
 
 def test_sizes_of_logits(interpreted: Interpreter) -> None:
-    """Planted: tiny terms without their squares, a slope without its own, a strip of others that counts as tiny, sizes
-    that are not handed on."""
+    """Planted: tiny terms without their squares, a slope without its own, a strip of others, or with a NaN, that
+    counts as tiny."""
     interpreted(pieces.sizes_of_logits, Made("panel", "siglip", dim=128))
+
+
+def test_sizes_handed_on(interpreted: Interpreter) -> None:
+    """Planted: a launch that does not read what the one before has met, or reads what it writes."""
+    interpreted(pieces.sizes_handed_on, Made("panel", "siglip"))
 
 
 def test_thresholds_of_the_forward(interpreted: Interpreter) -> None:

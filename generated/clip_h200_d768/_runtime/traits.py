@@ -299,7 +299,7 @@ class Traits:
 
     @property
     def small_first(self) -> bool:
-        """Whether a sweep computes a strip as of small logits, and again where the product of 1 + e^x is too large."""
+        """Whether sweeps compute a strip by the size of its logits, and again where that was too small."""
         return self.softplus and self.at_once
 
     @property
