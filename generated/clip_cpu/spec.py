@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4928f7b3463cb3dd3f2f2579077238124b51a1d986979cc7e3aa9b0e188b58b3",
+    "digest": "5990155df4b99c9ead9c4edf55a1a7dc01173028eadcb99bac6b8ec45ef58d19",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "51b50ab27c5175cd4787cba1e7c80b705ceb2ea7c4c8b998dc17a4616db78c04",
+    "digest": "6006fc490b423adda33cd5fa447751357ccce901d8fb19e46dcdadf47f4be291",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -26,21 +26,21 @@ _OF_SOFTPLUS = """LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"""
 _ABOUT_POWERS = "Functions are evaluated from 2^-|x log2(e)|, which cannot overflow."
 _ABOUT_SMALL = """\
-Logits of a strip are taken for small or large ones; it begins with the size that a panel before has met. Small ones
-take t = 2^{0}y, y = x log2(e), and large ones 2^-|y|, which cannot overflow. A strip is computed again as one of large
-logits where over up to 32 pairs of a row the product of 1 + t reaches 2^126."""
+Logits of a strip are taken for small or large ones; it begins with the largest that the panel before has met. Small
+ones take t = 2^{0}y, y = x log2(e), and large ones 2^-|y|, which cannot overflow. A strip is computed again as one of
+large logits where over up to 32 pairs of a row the product of 1 + t reaches 2^126."""
 _ABOUT_TINY = """\
-Logits of a strip are taken for tiny, small or large ones; it begins with the size that a panel before has met. Tiny
-ones, with gradients alone, take t = 2^{0}y, y = x log2(e), and t^2, small ones t, and large ones 2^-|y|, which cannot
-overflow. A strip is computed again as the next size where over up to 32 pairs of a row the sum of t^2 reaches 2^-18, or
-the product of 1 + t reaches 2^126."""
+Logits of a strip are taken for tiny, small or large ones; it begins with the largest that the panel before has met.
+Tiny ones, with gradients alone, take t = 2^{0}y, y = x log2(e), and t^2, small ones t, and large ones 2^-|y|, which
+cannot overflow. A strip is computed again as the next size where over up to 32 pairs of a row the sum of t^2 reaches
+2^-18, or the product of 1 + t reaches 2^126."""
 _ABOUT_MASKS = " Strips beside masks count as large."
 _OF_SMALL = """\
 SMALL, LARGE = tl.constexpr(2), tl.constexpr(3)  # sizes of logits
 GROWTH_BELOW = tl.constexpr(2.0**126)  # from there on a quotient in 2 instructions is 0"""
 _OF_TINY = """\
 TINY = tl.constexpr(1)
-LONG_STRIP = tl.constexpr(16)  # of row blocks: there a guess by one tile costs at most 6 %
+LONG_STRIP = tl.constexpr(16)  # of row blocks: one tile that guesses costs 6 %; shorter ones begin small
 TINY_BELOW = tl.constexpr(-9.0)  # log2(t) of a tile in front of tiny strips
 SQUARES_BELOW = tl.constexpr(2.0**-18)
 # Minimax for t up to 2^-9: log(1 + t) = t - TINY_TERM t^2, relatively to 2.2e-7; t / (1 + t) = t - TINY_SLOPE t^2, to

@@ -12,7 +12,9 @@ from infcl_gen.kernels.hopper import ARCH
 
 _ABOUT_SIZES = """
     Rows 2 and 3 have a size of logits for each program. A launch reads row 2 + turn, begins with the largest, and
-    writes what it has met to the other row: what is read no program writes, so results repeat bitwise."""
+    writes what it has met to the other row: what is read no program writes, so results repeat bitwise.{}"""
+_ABOUT_MASKED_SIZES = """
+    A launch with masks does neither: its logits count as large."""
 
 
 def small_beside_masks(choice: Choice) -> bool:
@@ -40,7 +42,7 @@ def sweeps(choice: Choice) -> tuple[dict[str, Any], ...]:
     of_programs = (
         f"A program adds its sums to its own part of `sums`, ({2 + 2 * small}, parts): of terms, then of slopes."
     )
-    of_programs += _ABOUT_SIZES * small
+    of_programs += _ABOUT_SIZES.format(_ABOUT_MASKED_SIZES * (not small_beside_masks(choice))) * small
     of_rows = "The sums of rows go to memory tile by tile, (key blocks, rows)."
     return (
         {"kernel": "pairs", "positives": "pair_positives", "walked": "GRADIENT", "gradients": True, "weighed": by_row,

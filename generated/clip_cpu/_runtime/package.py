@@ -226,8 +226,8 @@ class Block(NamedTuple):
     query_factors, key_factors  (prefixes, m) and (prefixes, n): inverse norms; None unless `Traits.renormalised`
     query_radial, key_radial    the same shapes: in backward the radial sums (renormalised.py) of sides with gradients
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, but for those in
-                        `Terms`, and of that of slopes, to which sweeps add; (4, parts) with `Traits.small_first`: two
-                        rows of the sizes of logits that programs have met; else None
+                        `Terms`, and of that of slopes, to which sweeps add; in Triton with `Traits.small_first`
+                        (4, parts): two rows of the sizes of logits that programs have met; else None
 
     Of a triangle keys are rows as queries are: their statistics, `key_positive` and `key_labels` are what `queries`,
     `positive` and `positives` are of their own rank; in the forward of another rank's rows the part of this rank.
