@@ -82,8 +82,8 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
     placed, ids, whole = traits.placed, traits.ids, traits.softplus
     small, beside_masks, tiny = traits.small_first, pairs.small_beside_masks(plan), pairs.tiny_first(plan)
     minus = "-" if sign < 0 else ""
-    about_sizes = (_ABOUT_TINY if tiny else _ABOUT_SMALL).format(minus) + _ABOUT_MASKS * (not beside_masks)
-    about_range = about_sizes if small else _ABOUT_POWERS
+    by_size = (_ABOUT_TINY if tiny else _ABOUT_SMALL).format(minus) + _ABOUT_MASKS * (not beside_masks)
+    about_range = by_size if small else _ABOUT_POWERS
     logit, at_y, of_logit = ("y", ", at y = x log2(e)", pair_code_of_y) if whole else ("x", "", pair_code)
     pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
     other = "a key of another id" if ids else "a key that is not its positive"
@@ -164,7 +164,7 @@ def pairs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
                 "grown": whole and each["terms"],
                 "terms_apart": each["terms"] and not (small and each["gradients"]),
                 **(_OF_TINY_SWEEP if each["tiny"] else {"terms_of_tile": terms_of_tile, **_OF_SMALL_SWEEP}),
-                "about_sizes": _OPERATIONS_OF_TINY if each["tiny"] else _OPERATIONS[each["kernel"]],
+                "about_operations": _OPERATIONS_OF_TINY if each["tiny"] else _OPERATIONS[each["kernel"]],
                 "summed": not each["of_rows"],
                 "times_factor": "value *= factor[:, None]" if each["weighed"] else ABSENT,
                 "times_factors": " * tl.load(factors + rows, mask=here, other=0.0)" * each["weighed"],
