@@ -241,8 +241,9 @@ def test_the_source_stays_small() -> None:
     gather's rows with the own keys, 57 take small logits apart, also beside masks, and shares of rows into the last
     kernel, 68 tiny ones with the size that panels hand on, 5 compare budgets of steps with devices that have a profile;
     50 head the modules of sweeps, of weights and of the device's state, 424 carry messages by copy engines,
-    106 judge gradients of own numbers, 22 part bounds of errors from the gate, 51 head the modules of what templates of
-    kernels read, 39 say why a formula is refused, 3 read one as an example, 24 part forward into steps, 8 fail a loss
+    106 judge gradients of own numbers, 26 part bounds of errors from the gate, and keep doubled gradients within
+    fp16, 51 head the modules of what templates of kernels read, 39 say why a formula is refused,
+    3 read one as an example, 24 part forward into steps, 8 fail a loss
     that is seldom finite, 45 tell ranks of what one cannot take, count what ranks compute, and read negated tensors,
     12 keep files of comparisons that would lose some, 56 judge gradients of each slab of columns;
     850 make pages.
@@ -252,5 +253,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_454, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_458, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_255 and pages <= 850 and step <= 3_571

@@ -174,6 +174,12 @@ def test_large_logits_of_one_key(interpreted: Interpreter, dtype: str) -> None:
     interpreted(checks.one_large_key, Made("panel", "siglip", dtype))
 
 
+def test_gradients_near_the_largest_number(interpreted: Interpreter) -> None:
+    """dq is -60 000 in fp16, and twice as much for an upstream of 2."""
+    case = Case(1, 129, 1, scale=1000.0, bias=0.0, features="matched", layout="strided", seed=1)
+    interpreted(checks.numerics, Made("panel", "siglip_multi", "fp16", dim=1), case)
+
+
 def test_large_logits_of_the_cpu_target() -> None:
     for dtype, layout in (("bf16", "contiguous"), ("fp32", "contiguous"), ("fp32", "strided")):
         checks.large_logits(Made("torch", dtype=dtype, dim=72), layout=layout)
