@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5990155df4b99c9ead9c4edf55a1a7dc01173028eadcb99bac6b8ec45ef58d19",
+    "digest": "2484ad936ab5087f330d94259c76c796365ffac7354df8d66bd846bf3f0562c5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

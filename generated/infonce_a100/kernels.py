@@ -14,8 +14,8 @@ Legend
 Order. Partial sums are added in the order of their blocks, and no two programs add to one place: results repeat
 bitwise. A program writes its own flag, always, so flags need no clearing.
 
-Strips. A program of forward and gradient owns a block of keys and walks a strip of row blocks: what belongs to its
-keys stays in registers.
+Strips. A program of the forward owns a block of queries and walks a strip of key blocks: sums of its rows stay in
+registers. A program of the gradient owns a block of keys and walks a strip of row blocks.
 
 Range. One exponential per element, against a reference for each row: the largest value of a sample. Where a sum lies
 more than ROW_SPREAD binary orders above it, or is not finite, the rows of the strip are computed again by the *_wide
@@ -29,7 +29,7 @@ DIM = tl.constexpr(768)
 WIDE_ROWS = tl.constexpr(32)  # at a time where a strip is computed again
 QUERY_SHARE = tl.constexpr(1.0)
 FORWARD_ROWS = tl.constexpr(128)
-FORWARD_KEYS = tl.constexpr(128)
+FORWARD_KEYS = tl.constexpr(64)
 FORWARD_DEPTH = tl.constexpr(64)
 GRADIENT_ROWS = tl.constexpr(128)
 GRADIENT_KEYS = tl.constexpr(128)
@@ -111,6 +111,17 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
     return program // strips, number, number * strip, min(number * strip + strip, row_blocks)
 
 
+@triton.jit
+def strip_of_keys(program, queries, keys, strip):
+    """A program's block of queries, its number among the strips of that block, and its first and last + 1 key block.
+
+    Programs that run at once have different queries and walk the same keys, which L2 then holds.
+    """
+    row_blocks = tl.cdiv(queries, FORWARD_ROWS)
+    number = program // row_blocks
+    return program % row_blocks, number, number * strip, min(number * strip + strip, tl.cdiv(keys, FORWARD_KEYS))
+
+
 @triton.jit(do_not_specialize=["queries", "keys"])
 def row_references(q, k, scale_ptr, bias_ptr, own_reference, queries, keys, q_row_stride, q_depth_stride,
         k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
@@ -139,64 +150,70 @@ def row_references(q, k, scale_ptr, bias_ptr, own_reference, queries, keys, q_ro
 def forward(q, k, scale_ptr, bias_ptr, own_reference, row_exponent, row_sum, flags, stash, queries, keys, strip,
         rows_stride, stash_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr, STASH: tl.constexpr):
-    """One strip: each z is computed once and reduced along its row.
+    """One strip: each z is computed once, and its 2^(y - the row's reference) stored and added to the row's sum.
 
-    Row sums go to memory tile by tile, (key blocks, rows); column sums stay in registers until the strip is done,
-    (strips, keys). MASKED: the panel has ragged tiles, whose terms are cleared. The flag is up if a sum is too large.
+    Sums stay in registers until the strip is done, (strips, rows). MASKED: the panel has ragged tiles, whose terms are
+    cleared. The flag is up if a sum is too large.
     """
     program = tl.program_id(0)
-    key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
-    key0 = key_block * FORWARD_KEYS
-    columns = key0 + tl.arange(0, FORWARD_KEYS)
+    row_block, number, first_block, stop_block = strip_of_keys(program, queries, keys, strip)
+    row0 = row_block * FORWARD_ROWS
+    rows = row0 + tl.arange(0, FORWARD_ROWS)
     slope = base2_slope(scale_ptr, bias_ptr)
-    largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
-    for row_block in tl.range(first_block, stop_block, flatten=True):
-        row0 = row_block * FORWARD_ROWS
-        rows = row0 + tl.arange(0, FORWARD_ROWS)
+    row_reference = tl.load(own_reference + tl.minimum(rows, queries - 1))
+    row_sums = tl.zeros((FORWARD_ROWS,), tl.float32)
+    for key_block in tl.range(first_block, stop_block, flatten=True):
+        key0 = key_block * FORWARD_KEYS
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
                        k_depth_stride, FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
-        row_reference = tl.load(own_reference + tl.minimum(rows, queries - 1))
         p = tl.exp2(tl.fma(z, slope, -row_reference[:, None]))
         if MASKED:
+            columns = key0 + tl.arange(0, FORWARD_KEYS)
             p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
         if STASH:
             corner = stash + row0.to(tl.int64) * stash_stride + key0
             places = tl.arange(0, FORWARD_ROWS)[:, None] * stash_stride + tl.arange(0, FORWARD_KEYS)[None, :]
             tl.store(corner + places, p.to(stash.dtype.element_ty))
-        row_sums = tl.sum(p, axis=1)
-        largest = tl.maximum(largest, row_sums)
-        tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
-        tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-    most = tl.max(largest)
-    flag = most > LARGEST_SUM
-    tl.store(flags + program, flag.to(tl.int32))
+        row_sums += tl.sum(p, axis=1)
+    tl.store(row_exponent + number * rows_stride + rows, row_reference, mask=rows < queries)
+    tl.store(row_sum + number * rows_stride + rows, row_sums, mask=rows < queries)
+    tl.store(flags + program, (tl.max(row_sums) > LARGEST_SUM).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys, strip, rows_stride,
         q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
+    """Computes a flagged strip again, each row against its own largest y; exits at once elsewhere.
 
     Launched as `forward` was, with the same strips, whose sums it overwrites. It takes WIDE_ROWS at a time, as it holds
-    more registers, and always pointers. Of columns the running reference is that of the rows so far.
+    more registers, and always pointers. A first walk finds the largest y: all terms of a row then have one reference,
+    which `positives` rounds by.
     """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
-        key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
-        key0 = key_block * FORWARD_KEYS
-        columns = key0 + tl.arange(0, FORWARD_KEYS)
+        row_block, number, first_block, stop_block = strip_of_keys(program, queries, keys, strip)
         slope = base2_slope(scale_ptr, bias_ptr)
-        key_mask = tl.where(columns < keys, 0.0, float("-inf"))
-        first_row = first_block * FORWARD_ROWS
-        for index in range(0, tl.cdiv(min(stop_block * FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
+        first_row = row_block * FORWARD_ROWS
+        for index in range(0, tl.cdiv(min(first_row + FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
             row0 = first_row + index * WIDE_ROWS
             rows = row0 + tl.arange(0, WIDE_ROWS)
-            z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                           WIDE_ROWS, FORWARD_KEYS, FORWARD_DEPTH, False, WIDEN)
-            row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
-            row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
-            tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
-            tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
+            row_reference = tl.full((WIDE_ROWS,), float("-inf"), tl.float32)
+            for key_block in range(first_block, stop_block):
+                key0 = key_block * FORWARD_KEYS
+                z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                               k_depth_stride, WIDE_ROWS, FORWARD_KEYS, FORWARD_DEPTH, False, WIDEN)
+                y = z * slope + tl.where(key0 + tl.arange(0, FORWARD_KEYS) < keys, 0.0, float("-inf"))[None, :]
+                row_reference = tl.maximum(row_reference, tl.max(y, axis=1))
+            row_reference = tl.floor(row_reference)
+            row_sums = tl.zeros((WIDE_ROWS,), tl.float32)
+            for key_block in range(first_block, stop_block):
+                key0 = key_block * FORWARD_KEYS
+                z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                               k_depth_stride, WIDE_ROWS, FORWARD_KEYS, FORWARD_DEPTH, False, WIDEN)
+                p = tl.exp2(tl.fma(z, slope, -row_reference[:, None]))
+                row_sums += tl.sum(tl.where((key0 + tl.arange(0, FORWARD_KEYS) < keys)[None, :], p, 0.0), axis=1)
+            tl.store(row_exponent + number * rows_stride + rows, row_reference, mask=rows < queries)
+            tl.store(row_sum + number * rows_stride + rows, row_sums, mask=rows < queries)
 
 
 @triton.jit
@@ -238,8 +255,8 @@ def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_pa
                rows_stride, queries_written)
 
 
-@triton.jit(do_not_specialize=["first_key", "queries", "keys"])
-def positives(q, k, labels, first_key, row_exponent, positive_z, positive_row_reference, queries, keys,
+@triton.jit(do_not_specialize=["first_key", "queries", "keys", "strip"])
+def positives(q, k, labels, first_key, row_exponent, positive_z, positive_row_reference, queries, keys, strip,
         rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Of each row's positive, where it lies in this panel: z, and the references that its 2^y was taken against.
 
@@ -262,7 +279,7 @@ def positives(q, k, labels, first_key, row_exponent, positive_z, positive_row_re
     z = z.to(tl.float32)
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
-    part = columns // FORWARD_KEYS
+    part = columns // (FORWARD_KEYS * strip)
     tl.store(positive_row_reference + rows,
              tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
 
@@ -350,35 +367,6 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queri
         tl.store(corner + places, value.to(g.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "strip"])
-def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags, queries, keys, strip,
-        g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """Computes a flagged strip again, g = share_i 2^(y - r_i); exits at once elsewhere.
-
-    Launched as the kernel that flags was, with the same strips, whose g it overwrites. It takes WIDE_ROWS at a time, as
-    it holds more registers, and always pointers. Masks and padding are as in `gradient`.
-    """
-    program = tl.program_id(0)
-    if tl.load(flags + program) != 0:
-        key_block, number, first_block, stop_block = strip_of(program, queries, strip, GRADIENT_ROWS)
-        key0 = key_block * GRADIENT_KEYS
-        columns = key0 + tl.arange(0, GRADIENT_KEYS)
-        slope = base2_slope(scale_ptr, bias_ptr)
-        first_row = first_block * GRADIENT_ROWS
-        for index in range(0, tl.cdiv(min(stop_block * GRADIENT_ROWS, queries) - first_row, WIDE_ROWS)):
-            row0 = first_row + index * WIDE_ROWS
-            rows = row0 + tl.arange(0, WIDE_ROWS)
-            z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                           WIDE_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, False, WIDEN)
-            own_rows = tl.minimum(rows, queries - 1)
-            e = tl.load(query_exponent + own_rows)
-            a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
-            value = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
-            corner = g + row0.to(tl.int64) * g_stride + key0
-            places = tl.arange(0, WIDE_ROWS)[:, None] * g_stride + tl.arange(0, GRADIENT_KEYS)[None, :]
-            tl.store(corner + places, value.to(g.dtype.element_ty))
-
-
 @triton.jit
 def positive_gradient(
         rows, columns, here, positive_z, positive_row_reference, scale_ptr, bias_ptr,
@@ -418,38 +406,56 @@ def gradient_positives(labels, first_key, positive_z, positive_row_reference, sc
 def shares(query_exponent, query_mantissa, positive_z, own_reference, share, flags, queries, keys, strip):
     """share_i = QUERY_SHARE * 2^reference / (the sum of row i): g = share_i p of the forward's p = 2^(y - reference).
 
-    The statistics of the rows are complete. A program has the rows of one strip. If one of them lies more than
-    ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up. `gradient_wide`
-    follows with the same strips, and writes g itself: shares of the strip are 1. A positive that is not in
+    The statistics of the rows are complete. A program has the rows of one block. If one of them lies more than
+    ROW_SPREAD above its reference, or is not finite, the flags of all the block's strips go up. `gradient_wide`
+    follows with the same strips, and writes g itself: shares of the block are 1. A positive that is not in
     `positive_z`,
     as no key has its label, makes its row NaN.
     """
-    ROWS: tl.constexpr = 1024  # at a time: by 128, a load behind the other, 8192 rows take 50 us instead of 12
-    number, strips = tl.program_id(0), tl.num_programs(0)
-    first_row = number * strip * FORWARD_ROWS
-    last_row = min(first_row + strip * FORWARD_ROWS, queries)
-    beyond = 0
-    for row0 in range(first_row, last_row, ROWS):
-        rows = row0 + tl.arange(0, ROWS)
-        inside = rows < last_row
-        mantissa = tl.load(query_mantissa + rows, mask=inside, other=1.0)
-        mantissa += 0.0 * tl.load(positive_z + rows, mask=inside, other=0.0)
-        tl.store(query_mantissa + rows, mantissa, mask=inside)
-        above = (tl.load(query_exponent + rows, mask=inside, other=0.0)
-                 - tl.load(own_reference + rows, mask=inside, other=0.0))
-        own = tl.exp2(-above) / mantissa * QUERY_SHARE
-        # A NaN is not held.
-        held = (above < ROW_SPREAD) & (above > -ROW_SPREAD) & (mantissa < 4.0)
-        beyond = max(beyond, tl.max(tl.where(held, 0, 1)))
-        tl.store(share + rows, own, mask=inside)
-    if beyond != 0:
-        for row0 in range(first_row, last_row, ROWS):
-            rows = row0 + tl.arange(0, ROWS)
-            tl.store(share + rows, tl.full((ROWS,), 1.0, tl.float32), mask=rows < last_row)
-    key_blocks = tl.cdiv(keys, FORWARD_KEYS)
-    for first in range(0, key_blocks, ROWS):
-        blocks = first + tl.arange(0, ROWS)
-        tl.store(flags + blocks * strips + number, tl.zeros_like(blocks) + beyond, mask=blocks < key_blocks)
+    row_block, row_blocks = tl.program_id(0), tl.num_programs(0)
+    rows = row_block * FORWARD_ROWS + tl.arange(0, FORWARD_ROWS)
+    inside = rows < queries
+    mantissa = tl.load(query_mantissa + rows, mask=inside, other=1.0)
+    mantissa += 0.0 * tl.load(positive_z + rows, mask=inside, other=0.0)
+    tl.store(query_mantissa + rows, mantissa, mask=inside)
+    above = (tl.load(query_exponent + rows, mask=inside, other=0.0)
+             - tl.load(own_reference + rows, mask=inside, other=0.0))
+    own = tl.exp2(-above) / mantissa * QUERY_SHARE
+    # A NaN is not held.
+    held = (above < ROW_SPREAD) & (above > -ROW_SPREAD) & (mantissa < 4.0)
+    beyond = tl.max(tl.where(held, 0, 1))
+    tl.store(share + rows, tl.where(beyond != 0, 1.0, own), mask=inside)
+    for number in range(0, tl.cdiv(tl.cdiv(keys, FORWARD_KEYS), strip)):
+        tl.store(flags + number * row_blocks + row_block, beyond)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
+def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags, queries, keys, strip,
+        g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+    """Computes a flagged strip again, g = share_i 2^(y - r_i); exits at once elsewhere.
+
+    Launched with the strips of `forward`, whose p it overwrites. It takes WIDE_ROWS at a time, as it holds more
+    registers, and always pointers. g has whole tiles: what lies beyond the last row and key is never read.
+    """
+    program = tl.program_id(0)
+    if tl.load(flags + program) != 0:
+        row_block, number, first_block, stop_block = strip_of_keys(program, queries, keys, strip)
+        slope = base2_slope(scale_ptr, bias_ptr)
+        first_row = row_block * FORWARD_ROWS
+        for index in range(0, tl.cdiv(min(first_row + FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
+            row0 = first_row + index * WIDE_ROWS
+            rows = row0 + tl.arange(0, WIDE_ROWS)
+            own_rows = tl.minimum(rows, queries - 1)
+            e = tl.load(query_exponent + own_rows)
+            a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
+            for key_block in range(first_block, stop_block):
+                key0 = key_block * FORWARD_KEYS
+                z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+                               k_depth_stride, WIDE_ROWS, FORWARD_KEYS, FORWARD_DEPTH, False, WIDEN)
+                value = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
+                corner = g + row0.to(tl.int64) * g_stride + key0
+                places = tl.arange(0, WIDE_ROWS)[:, None] * g_stride + tl.arange(0, FORWARD_KEYS)[None, :]
+                tl.store(corner + places, value.to(g.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_key", "queries", "keys"])

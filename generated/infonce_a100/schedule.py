@@ -1,8 +1,8 @@
 """One device's sweep of infonce_a100_d768: which panel is computed when, and by which kernel.
 
-    with gradients     4096 queries x all keys of p -> sums of the rows -> dq = g k, dk += g^T q
-    without gradients  panels of 4096 queries x 65536 keys -> partial sums -> merged into the statistics
-    in a ring          the same, and in backward panels of 4096 queries x 65536 keys of g -> dq += g k, dk += g^T q
+    with gradients     5632 queries x all keys of p -> sums of the rows -> dq = g k, dk += g^T q
+    without gradients  panels of 5632 queries x 65536 keys -> partial sums -> merged into the statistics
+    in a ring          the same, and in backward panels of 5632 queries x 65536 keys of g -> dq += g k, dk += g^T q
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0  # gradients of logits are kept times 2 to this power
 DIM = 768  # of the embedding
 POSITIVE_PARTS = 2  # of each query's positive: z, and the references of its sums
-FORWARD_ROWS = 4096  # forward panel
+FORWARD_ROWS = 5632  # forward panel
 FORWARD_KEYS = 65536  # of the same
-PANEL_ROWS = 4096  # backward panel; on one device dq accumulates over this many rows
+PANEL_ROWS = 5632  # backward panel; on one device dq accumulates over this many rows
 PANEL_KEYS = 65536  # of the same
 FINISH_ROWS = 16  # of one program
 LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
 DESCRIPTORS = False  # tensor descriptors, where address and strides allow them
 LIBRARY_PRODUCTS = True  # g times features, where the matrix library takes the strides
 LIBRARY_MULTIPLE = 8  # of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow
-FORWARD_STRIPS = 8  # at most, for each block of keys
-FORWARD_PROGRAMS = 108  # that run at once
+FORWARD_STRIPS = 93  # at most, for each block of queries
+FORWARD_PROGRAMS = 216  # that run at once
 GRADIENT_STRIPS = 8  # at most, for each block of keys
 GRADIENT_PROGRAMS = 108  # that run at once
 
@@ -41,10 +41,10 @@ def forward_scratch(q, most_keys):
     return SimpleNamespace(
         # of each query
         own_reference=torch.empty(rows, dtype=torch.float32, device=device),
-        # exponents and sums (key blocks, rows)
-        row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
+        # exponents and sums (strips, rows)
+        row_parts=torch.empty(2, min(tiles[1], FORWARD_STRIPS), rows, dtype=torch.float32, device=device).unbind(),
         # of each strip, whether its range is wide
-        flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+        flags=torch.empty(tiles[0] * min(tiles[1], FORWARD_STRIPS), dtype=torch.int32, device=device),
         # tiles and references of this panel, if they are kept
         kept=None,
     )
@@ -70,27 +70,29 @@ def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=N
             m, n = part.q.shape[0], part.k.shape[0]
             launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
                 row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
-                query_mantissa=part.queries.mantissa, queries=m, row_parts=cdiv(n, kernels.FORWARD_KEYS.value),
+                query_mantissa=part.queries.mantissa, queries=m,
+                row_parts=cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n)),
                 rows_stride=scratch.row_parts[0].stride(0), queries_written=0 if fresh_queries and key0 == 0 else m,
                 num_warps=4, num_stages=1)
             _positives(part, scratch)
 
 
 def _strip(m, n):
-    """Row blocks that one program of the forward walks, in a panel of m queries and n keys."""
+    """Key blocks that one program of the forward walks, in a panel of m queries and n keys."""
     row_blocks, key_blocks = cdiv(m, kernels.FORWARD_ROWS.value), cdiv(n, kernels.FORWARD_KEYS.value)
-    return strip_blocks(row_blocks, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)
+    return strip_blocks(key_blocks, row_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)
 
 
-def _forward_panel(block, scratch, referenced=False):
-    """Starts the partial sums of one panel. referenced: its queries have their references."""
+def _forward_panel(block, scratch, strip=None, referenced=False):
+    """Starts the partial sums of one panel. strip: its key blocks of a program, where other panels of the same
+    queries have as many. referenced: its queries have their references."""
     q, k, scale, bias = block[:4]
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
     depth = kernels.FORWARD_DEPTH.value
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    strip = _strip(m, n)
-    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
+    strip = strip or _strip(m, n)
+    grid = (cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)
     if not referenced:
         launch(kernels.row_references, (cdiv(m, kernels.WIDE_ROWS.value),),
             q=q, k=k, scale_ptr=scale, bias_ptr=bias, own_reference=scratch.own_reference, queries=m, keys=n,
@@ -108,7 +110,7 @@ def _forward_panel(block, scratch, referenced=False):
         q=q, k=k, scale_ptr=scale, bias_ptr=bias, row_exponent=scratch.row_parts[0],
         row_sum=scratch.row_parts[1], flags=scratch.flags, queries=m, keys=n, strip=strip,
         rows_stride=scratch.row_parts[0].stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
-        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
 
 
 def _positives(block, scratch):
@@ -119,7 +121,7 @@ def _positives(block, scratch):
     m, n = q.shape[0], k.shape[0]
     launch(kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
         q=q, k=k, labels=block.positives, first_key=block.first_key, row_exponent=scratch.row_parts[0],
-        positive_z=positive[0], positive_row_reference=positive[1], queries=m, keys=n,
+        positive_z=positive[0], positive_row_reference=positive[1], queries=m, keys=n, strip=_strip(m, n),
         rows_stride=scratch.row_parts[0].stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
         k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
 
@@ -235,10 +237,10 @@ def rows_scratch(rows, keys, device):
     return SimpleNamespace(
         # of each query
         own_reference=torch.empty(rows, dtype=torch.float32, device=device),
-        # exponents and sums (key blocks, rows)
-        row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
+        # exponents and sums (strips, rows)
+        row_parts=torch.empty(2, min(tiles[1], FORWARD_STRIPS), rows, dtype=torch.float32, device=device).unbind(),
         # of each strip, whether its range is wide
-        flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+        flags=torch.empty(tiles[0] * min(tiles[1], FORWARD_STRIPS), dtype=torch.int32, device=device),
         # p of each pair, in whole tiles: no store needs a mask
         kept=torch.empty(shape, dtype=OPERAND_DTYPE, device=device),
         # the keys that `begin_rows` has seen: the first, and the last + 1
@@ -253,23 +255,26 @@ def rows_scratch(rows, keys, device):
 def begin_rows(block, first, count, scratch):
     """Begins `rows_block` of this block with so many of its keys from `first` on, while others are on their way.
 
-    Only whole tiles of the forward that hold none but these: other keys of the block wait.
+    Only whole strips of the forward that hold none but these: other keys of the block wait.
     """
-    tile = kernels.FORWARD_KEYS.value
-    start, stop = cdiv(first, tile) * tile, (first + count) // tile * tile
+    last = first + count == block.k.shape[0]
+    unit = kernels.FORWARD_KEYS.value * _strip(block.q.shape[0], block.k.shape[0])
+    start, stop = cdiv(first, unit) * unit, first + count if last else (first + count) // unit * unit
     if start < stop:
         _forward_keys(block, scratch, start, stop)
         scratch.begun = start, stop
 
 
 def _forward_keys(block, scratch, start, stop):
-    """`_forward_panel` of the keys from `start` on, where a tile begins, before `stop`."""
+    """`_forward_panel` of the keys from `start` on, where a strip of the block begins, before `stop`."""
+    strip = _strip(block.q.shape[0], block.k.shape[0])
+    before = start // (kernels.FORWARD_KEYS.value * strip)
     own = vars(scratch) | {
-        "row_parts": [panel(part, start // kernels.FORWARD_KEYS.value, part.shape[0]) for part in scratch.row_parts],
+        "row_parts": [panel(part, before, part.shape[0]) for part in scratch.row_parts],
         "kept": panel_columns(scratch.kept, start, scratch.kept.shape[1]),
     }
     part = block.panel(0, block.q.shape[0], start, stop - start)
-    _forward_panel(part, SimpleNamespace(**own), referenced=scratch.begun is not None)
+    _forward_panel(part, SimpleNamespace(**own), strip, referenced=scratch.begun is not None)
 
 
 def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
@@ -291,13 +296,14 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
     scratch.begun = None
     launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
         row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
-        query_mantissa=part.queries.mantissa, queries=m, row_parts=cdiv(n, kernels.FORWARD_KEYS.value),
+        query_mantissa=part.queries.mantissa, queries=m,
+        row_parts=cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n)),
         rows_stride=scratch.row_parts[0].stride(0), queries_written=0 if fresh_queries and key0 == 0 else m,
         num_warps=4, num_stages=1)
     _positives(block, scratch)
-    strip = _strip(m, n)
-    grid = (cdiv(n, kernels.FORWARD_KEYS.value) * cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)
-    launch(kernels.shares, (cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),),
+    rows, columns, strip = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value, _strip(m, n)
+    grid = (cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)
+    launch(kernels.shares, (cdiv(m, rows),),
         query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, positive_z=positive[0],
         own_reference=scratch.own_reference, share=share, flags=scratch.flags, queries=m, keys=n, strip=strip,
         num_warps=4, num_stages=1)
@@ -305,7 +311,7 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
         q=q, k=k, scale_ptr=scale, bias_ptr=bias, query_exponent=block.queries.exponent,
         query_mantissa=block.queries.mantissa, g=g, flags=scratch.flags, queries=m, keys=n, strip=strip,
         g_stride=g.stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
-        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
     launch(kernels.row_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
         labels=block.positives, first_key=block.first_key, positive_z=positive[0],
         positive_row_reference=positive[1], scale_ptr=scale, bias_ptr=bias,

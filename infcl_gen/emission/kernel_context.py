@@ -27,6 +27,12 @@ _TIMES_SHARE = """\
 if SHARED:
     value *= tl.load(share + r, mask=r < rows, other=0.0)[:, None]"""
 _ADDED_MEAN = "value += {} * tl.load(mean + d, mask=d < DIM, other=0.0)[None, :]"
+_STRIPS = """\
+Strips. A program of {} owns a block of keys and walks a strip of row blocks: what belongs to its
+keys stays in registers."""
+_STRIPS_OF_ROWS = """\
+Strips. A program of the forward owns a block of queries and walks a strip of key blocks: sums of its rows stay in
+registers. A program of the gradient owns a block of keys and walks a strip of row blocks."""
 _LOWEST = "LOWEST = tl.constexpr(-(2.0**100))  # the reference of a row or column of which a tile leaves out all"
 _WHY_POSITIVES = (
     ": its share is added in fp32, before g is rounded, or 1 - p would lose its digits.",
@@ -84,7 +90,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "name": name,
         "fused": is_fused,
         "sums_of_keys": plan.traits.has_keys,
-        "by_blocks": not plan.rows,
         "triangle": plan.traits.triangle,
         "largest_of_sample": "largest_of_others" if plan.traits.triangle else "smallest_or_largest",
         "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
@@ -93,7 +98,13 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
-        "walkers": "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient",
+        "about_strips": _STRIPS_OF_ROWS
+        if plan.rows
+        else _STRIPS.format(
+            "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient"
+        ),
+        "part_of_sums": "key_block",  # along rows
+        "keys_of_part": "(FORWARD_KEYS * strip)" if plan.rows else "FORWARD_KEYS",
         "reference_of": sampled
         if both_axes and not plan.traits.guided_sides
         else "a sample (the backward takes each row's own)",
@@ -104,7 +115,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes
         + ", and the same of MULTIPLE y" * plan.traits.second
         + ", and shares of 2^(guide - its log-sum-exps)" * plan.traits.guided_sides,
-        "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         "library_of_functions": ABSENT,
         # Constants.
         "inner": inner,  # depth of a similarity, as a constant of the file

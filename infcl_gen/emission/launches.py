@@ -66,7 +66,7 @@ _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
 _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before those of all kernels
     "references": ("(cdiv(n, columns),)", _PARTS),
     "row_references": ("(cdiv(m, kernels.WIDE_ROWS.value),)", _PARTS),
-    "shares": ("(cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)", _PARTS | _COMBINED),
+    "shares": ("(cdiv(m, rows),)", _PARTS | _COMBINED),
     "row_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", _COMBINED),
     "weighted_queries": ("(cdiv(m, FINISH_ROWS),)", {"out": "weighted", "rows": "m"}),
     "forward": ("grid", _PARTS | _DESCRIBED | {
@@ -204,6 +204,8 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
                 own |= _given_to_variant(family, kernel)
             if kernel.name == "merge" and not (choice.both_axes or choice.merges_sides):
                 grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
+            if kernel.name == "merge" and choice.rows:
+                own |= {"row_parts": "cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n))"}
             if kernel.name == "forward":
                 own["stash"] = "tiles" if choice.descriptors else "kept"
             if choice.split and any(each.name == "g_low" for each in kernel.arguments):

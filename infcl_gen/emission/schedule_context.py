@@ -23,6 +23,7 @@ pooled (2,), fp64: over the positives of all queries the log-sum-exp, and the su
 ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the mean of all logits."
 ABOUT_RADIAL = "radial (slabs, rows): a row of total loses so many times its x, after the dots, slab by slab."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
+EARLY_STRIPS = 4  # of a rank's own keys at least, wherever they begin: it takes these before others have come
 
 _ROOM_OF_FORWARD = "rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device"
 _TURN = ("turn", "which of two rows of sizes the last launch has read", "0")
@@ -50,7 +51,8 @@ def schedule_context(
     times, row_blocks, walks = "", "cdiv(m, rows)", "row_blocks"
     if together > 1:
         times, row_blocks, walks = f"{together} * ", f"cdiv(m, {together} * rows)", f"cdiv(row_blocks, {together})"
-    own_strip = f"{times}strip_blocks({row_blocks}, cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS{longest})"
+    own_strip = f"{times}strip_blocks({row_blocks}, cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS"
+    own_strip += ")" if plan.rows else f"{longest})"
     ratios = "ratios" in options
     imports = {
         "INTERPRETED": True,
@@ -162,8 +164,12 @@ def schedule_context(
         "numbers_of_programs": 2 + 2 * plan.traits.small_first,
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
-        "and_referenced": ", referenced=False" * plan.rows,
-        "about_referenced": " referenced: its queries have their references." * plan.rows,
+        "walked": "key" if plan.rows else "row",
+        "owned": "row" if plan.rows else "key",
+        "strip_of_panel": "strip or _strip(m, n)" if plan.rows else "_strip(m, n)",
+        "grid_of_strips": _GRIDS[plan.rows],
+        "and_referenced": ", strip=None, referenced=False" * plan.rows,
+        "about_referenced": _ABOUT_REFERENCED * plan.rows,
         "own_references": _OWN_REFERENCES + launch["row_references"].replace("\n", "\n    ") if plan.rows else ABSENT,
         "inner_of_library": _WHOLE if plan.narrow_products else f"inner if g.stride(1) != 1 else {_WHOLE}",
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
@@ -193,6 +199,9 @@ _add_radial(part.query_radial, scratch.row_radial, cdiv(part.k.shape[0], kernels
 _RADIAL_OF_KEYS = """\
 _add_radial(part.key_radial, scratch.key_radial, cdiv(part.q.shape[0], kernels.GRADIENT_ROWS.value),
                         fresh_dk and row0 == 0)"""
+_GRIDS = "(cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)", "(cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)"
+_ABOUT_REFERENCED = """ strip: its key blocks of a program, where other panels of the same
+    queries have as many. referenced: its queries have their references."""
 _OWN_REFERENCES = "if not referenced:\n        "
 _UNLESS_IT_HAS_POSITIVES = """\
 if not block.meets_diagonal():
@@ -253,7 +262,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("STASH_ROWS", plan.stash_rows, "whole panels: their tiles are kept", plan.stash),
         ("FINISH_ROWS", plan.blocks["finish"].rows, "of one program", True),
         ("LOSS_ROWS", LOSS_ROWS, "queries, and keys, that one program takes the terms of", not plan.traits.pairs),
-        ("LONGEST_STRIP", longest, f"row blocks: {why}", longest > 0),
+        ("LONGEST_STRIP", longest, f"{'key' if plan.rows else 'row'} blocks: {why}", longest > 0),
         ("DESCRIPTORS", plan.descriptors, "tensor descriptors, where address and strides allow them", True),
         ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
         ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
@@ -270,8 +279,9 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         alone = plan.hopper_stages > 0  # on an SM
         programs = profile.multiprocessors if alone else TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
-        strips = most_strips(rows, keys, block)
-        found.append((f"{kernel.upper()}_STRIPS", strips, "at most, for each block of keys", True))
+        by_rows = plan.rows and kernel == "forward"
+        strips, owned = most_strips(rows, keys, block, by_rows=by_rows), "queries" if by_rows else "keys"
+        found.append((f"{kernel.upper()}_STRIPS", strips, f"at most, for each block of {owned}", True))
         found.append((f"{kernel.upper()}_PROGRAMS", programs, at_once, True))
     return [(name, value, note) for name, value, note, wanted in found if wanted]
 
@@ -293,6 +303,9 @@ def _longest_strip(plan: Plan) -> tuple[int, str]:
         return alone, "one program an SM hides no other's start"
     if forward.keeps_keys(plan.blocks["forward"], plan):
         return forward.KEEPING_STRIP, "a program reads its keys once"
+    if plan.rows and plan.world_size > 1:
+        own = plan.keys_per_rank // plan.blocks["forward"].keys
+        return max(1, own // EARLY_STRIPS), "a rank begins with whole strips of its own keys"
     return 0, ""
 
 
@@ -349,18 +362,22 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         row_sums = ("row_sums", "of terms (key blocks, rows)", _new(shape), not plan.traits.at_once)
         return [row_sums, ("halves", _HALVES, "_halves(rows, keys, device)", plan.split)]
     strips, of_each = "min(tiles[0], FORWARD_STRIPS)", f" * {plan.losses}" * bool(plan.slabs)
-    shapes = f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"
+    shapes, parts = (f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"), "key blocks"
+    programs = f"{strips} * tiles[1]"
+    if plan.rows:
+        strips = "min(tiles[1], FORWARD_STRIPS)"
+        shapes, parts, programs = (f"{strips}, rows", ""), "strips", f"tiles[0] * {strips}"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
     return [
         ("own_reference", "of each query", _new("rows"), plan.rows),
-        ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
+        ("row_parts", f"exponents and sums ({parts}, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
         ("row_second", "of the second log-sum-exps (key blocks, rows)", row_parts, plan.traits.second),
         ("key_second", "the same (strips, keys)", key_parts, plan.traits.second and plan.both_axes),
         ("row_guide", "by the guide (key blocks, rows)", _new(f"3, {shapes[0]}") + ".unbind()", plan.traits.by_guide),
         ("key_guide", "the same (strips, keys)", _new(f"3, {shapes[1]}") + ".unbind()", plan.traits.guided_sides),
         ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact and not plan.rows),
-        ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
+        ("flags", _WIDE_RANGE, _new(programs, "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
     ]
 

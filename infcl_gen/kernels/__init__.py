@@ -44,7 +44,8 @@ __all__ = [
 
 # In the order of kernels.py; then the variants, each a module of this folder.
 _ORDINARY = (
-    forward.FAMILY, statistics.FAMILY, gradient.FAMILY, rows.FAMILY, pairs.FAMILY, fused.FAMILY, *elementwise.FAMILIES,
+    forward.FAMILY, rows.FORWARD, statistics.FAMILY, gradient.FAMILY, rows.FAMILY, pairs.FAMILY, fused.FAMILY,
+    *elementwise.FAMILIES,
 )  # fmt: skip
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 _FOUND: list[Family] = [module.FAMILY for module in _MODULES if hasattr(module, "FAMILY")]
@@ -83,19 +84,19 @@ def default_blocks(
     """A legal block for each kernel of the strategy, shrunk where the board's shared memory or registers are short.
 
     Few `rows` and `keys` get smaller blocks. A tile with a `chosen` field keeps the large-batch default, so that the
-    user's field does not mean another block at each size. A forward that keeps tiles takes those of the gradient.
+    user's field does not mean another block at each size. A forward with a stash takes the tiles of the gradient.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
     blocks: dict[str, Block] = {}
     for tile in tiles(choice.strategy, choice.traits):
-        owner = "gradient" if choice.keeps_tiles and tile.name == "forward" else tile.name
+        owner = "gradient" if choice.stash and tile.name == "forward" else tile.name
         fixed = tile.walks and owner in chosen
         block = tile.default(profile, choice, LARGE if fixed else rows, LARGE if fixed else keys)
-        if choice.keeps_tiles and tile.name == "gradient":  # the forward's tiles, which a small board may have shrunk
+        if choice.stash and tile.name == "gradient":  # the forward's tiles, which a small board may have shrunk
             block = dataclasses.replace(block, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
         blocks[tile.name] = tile.shrunk(block, choice, profile)
-    if choice.keeps_tiles:  # the gradient's may have been shrunk further
+    if choice.stash:  # the gradient's may have been shrunk further
         smaller = {"rows": blocks["gradient"].rows, "keys": blocks["gradient"].keys}
         blocks["forward"] = dataclasses.replace(blocks["forward"], **smaller)
     return blocks

@@ -211,6 +211,10 @@ class Family:
         return self.file.removesuffix(".py")
 
 
-def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:
-    """Strips of a panel's row blocks for each block of keys, at most: each strip's partial sums take memory."""
-    return min(-(-panel_rows // block.rows), max(1, MOST_PROGRAMS // -(-panel_keys // block.keys)))
+def most_strips(rows: int, keys: int, block: Block, *, by_rows: bool = False) -> int:
+    """Strips of a panel's row blocks for each block of keys, at most: each strip's partial sums take memory. by_rows:
+    those of key blocks for each block of rows."""
+    walked, owned = -(-rows // block.rows), -(-keys // block.keys)
+    if by_rows:
+        walked, owned = owned, walked
+    return min(walked, max(1, MOST_PROGRAMS // owned))

@@ -108,7 +108,7 @@ class GradientTile(Tile):
         if choice.traits.pairs and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
             return wide or PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
-        stored = STORED_BLOCKS if choice.keeps_tiles and choice.descriptors and choice.operand_bytes == 2 else {}
+        stored = STORED_BLOCKS if choice.stash and choice.descriptors and choice.operand_bytes == 2 else {}
         return stored.get(architecture) or super().tabulated(architecture, choice)
 
 
@@ -179,8 +179,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
                               diagonal, "WIDEN")  # fmt: skip
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
-        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]
-        * (shared or choice.keeps_tiles),
+        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")] * (shared or choice.stash),
         *[RATIOS] * shared,
         *[MIRROR] * choice.traits.triangle,
         *[Kernel("gradient_positives", positives, of, template=template)] * choice.traits.apart,

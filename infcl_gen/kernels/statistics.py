@@ -48,7 +48,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     guides, strides, noted = (each * choice.traits.guided_sides for each in (GUIDES, GUIDE_STRIDES, "positive_guide"))
     positives = arguments(
         "q k", guides, places(choice), "row_exponent", "key_exponent" * keys, positive(choice), noted, "queries keys",
-        "strip" * keys, "rows_stride", "keys_stride" * keys, strides,
+        "strip" * (keys or choice.rows), "rows_stride", "keys_stride" * keys, strides,
         "query_factors key_factors" * choice.traits.renormalised, STRIDES, "width" * bool(choice.slabs), "WIDEN",
     )  # fmt: skip
     if choice.traits.triangle:

@@ -282,7 +282,7 @@ class Choices:
         blocks = default_blocks(profile, choice, rows, keys, {kernel for kernel, _, _ in problem.settings.blocks})
         for kernel, field, count in problem.settings.blocks:
             blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: count})
-        if choice.keeps_tiles:  # the forward keeps the gradient's tiles
+        if choice.stash:  # the forward keeps the gradient's tiles
             if {"rows", "keys"} & problem.settings.block("forward").keys():
                 raise InputError(
                     f"--set forward.rows, forward.keys: {name} keeps the gradient's tiles; set gradient.* instead"
@@ -290,7 +290,7 @@ class Choices:
             tile = blocks["gradient"]
             blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
         for kernel, field, _ in problem.settings.blocks:
-            for changed in ("gradient", "forward") if kernel == "gradient" and choice.keeps_tiles else (kernel,):
+            for changed in ("gradient", "forward") if kernel == "gradient" and choice.stash else (kernel,):
                 if found := TILES[changed].violations(blocks[changed], choice, profile):
                     raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
         choice = dataclasses.replace(choice, blocks=blocks)
@@ -362,7 +362,8 @@ def _units(choice: Choice) -> tuple[int, int]:
     b = choice.blocks
     if choice.strategy == "fused":
         return max(PANEL_UNIT, b["fused"].rows), b["fused"].keys
-    rows = max(PANEL_UNIT, b["gradient"].rows, b["product"].rows, b["product"].depth)
+    walked = [b["gradient"].rows, *[b["forward"].rows] * choice.rows]
+    rows = max(PANEL_UNIT, *walked, b["product"].rows, b["product"].depth)
     return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
 
 

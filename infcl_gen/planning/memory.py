@@ -407,11 +407,11 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     elif v.rows:
         row_blocks, key_blocks = ceil_div(rows, Bf), ceil_div(n * W, Kf)
         tiles, of_row = (row_blocks * Bf, key_blocks * Kf), "of each query of a row of panels"
-        parts = ceil_div(m, LOSS_ROWS)
+        parts, strips = ceil_div(m, LOSS_ROWS), Min(key_blocks, T)
         terms += [
             BufferTerm("kept_tiles", forward, tiles, "p of each pair of a row of panels", "features"),
-            BufferTerm("row_partials", forward, (2, key_blocks, rows), "partial sums, merged in a fixed order"),
-            BufferTerm("flags", forward, (Min(row_blocks, T), key_blocks), "strips of wide range", "int32"),
+            BufferTerm("row_partials", forward, (2, strips, rows), "partial sums, merged in a fixed order"),
+            BufferTerm("flags", forward, (strips, row_blocks), "strips of wide range", "int32"),
             BufferTerm("row_vectors", forward, (2, rows), f"reference and share {of_row}"),
             of_keys and BufferTerm("weighted_queries", forward, (rows, D), "times their shares", "features"),
         ]

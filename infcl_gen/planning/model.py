@@ -306,7 +306,7 @@ class CostModel:
             *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
             *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
             *(sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows),
-            most_strips(sizes.forward_rows, sizes.forward_keys, forward),
+            most_strips(sizes.forward_rows, sizes.forward_keys, forward, by_rows=choice.rows),
             most_strips(sizes.panel_rows, sizes.panel_keys, gradient),
             self.negatives,
         )

@@ -348,7 +348,7 @@ def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
 def _row_terms(v: Choice) -> list[TimeTerm]:
     """Rows of panels: z with its sums, whose terms are kept, then products with these."""
     forward, panels, keys = "forward", ceil_div(m, R), n * W
-    partials = 2 * s * m * ceil_div(keys, Kf)
+    partials = 2 * s * m * Min(ceil_div(keys, Kf), T)
     return [
         TimeTerm(
             "forward product",
@@ -360,7 +360,8 @@ def _row_terms(v: Choice) -> list[TimeTerm]:
             efficiency=EFFICIENCY["forward"] * _filled(Min(R, m), Bf, keys, Kf),
             launches=3 * panels,
         ),
-        TimeTerm("kept tiles", forward, "first", bytes=e * m * keys),  # the product hides little of their way to memory
+        # Products hide three quarters of their way to memory: two programs share an SM of Hopper.
+        TimeTerm("kept tiles", forward, "first", bytes=Rational(1, 4) * e * m * keys),
         TimeTerm("statistics", forward, bytes=partials + 2 * m * D * e, launches=(3 + D / WALK) * panels),
         TimeTerm(
             "weights", forward, bytes=m * D * 2 * (s * int(v.of_queries) + e * int(v.of_keys)), launches=4 * panels

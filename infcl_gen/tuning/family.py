@@ -227,8 +227,8 @@ class Family:
         from infcl_gen.verification.aot import SHARED_BYTES
 
         arch, default = self.case.cluster.profile.arch, self.case.default
-        # A forward that keeps its tiles has the gradient's, so it may also spill or not fit.
-        blocks = (self.family, "forward") if default.keeps_tiles and self.family == "gradient" else (self.family,)
+        # A forward with a stash has the gradient's tiles, so it may also spill or not fit.
+        blocks = (self.family, "forward") if default.stash and self.family == "gradient" else (self.family,)
         compiled = (each for family in families(default) for each in family.kernels(default))
         kernels = [each.name for each in compiled if each.block in blocks]
         if arch not in SHARED_BYTES or not kernels:

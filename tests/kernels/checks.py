@@ -1012,27 +1012,47 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
         torch.testing.assert_close(of_queries.double(), truth @ k.double(), rtol=2e-2, atol=1e-6)
 
 
+def positives_of_strips(made: Made, device: str = "cpu") -> None:
+    """A row that holds nothing but its positive has a loss of 0, also where its strip is computed again: the positive
+    is rounded as the sum of that strip was."""
+    package = module(made)
+    schedule, runtime, keys = package._schedule, package._runtime, 3 * package._schedule.kernels.FORWARD_KEYS.value
+    one, positive = torch.ones((), device=device), torch.full((schedule.POSITIVE_PARTS, 64), math.nan, device=device)
+    for place in (4, keys - 2):  # keys that no sample has
+        q, k = (torch.zeros(n, made.dim, dtype=DTYPES[made.dtype], device=device) for n in (64, keys))
+        q[:, 0], k[place, 0] = 100.5, 1.0  # y = 145: 2^y is beyond fp32 but against its own reference
+        labels = torch.full((64,), place, device=device)
+        pair = runtime.statistics.view(torch.empty(2, 64, device=device))
+        block = runtime.package.Block(q, k, one, 0 * one, labels, 0, pair, None, positive)
+        with unittest.mock.patch.object(schedule, "strip_blocks", lambda *_: 1):
+            scratch = schedule.rows_scratch(64, keys, q.device)
+            schedule.rows_block(block, None, [], scratch)
+        loss = float(schedule.loss_terms(block, 1.0))
+        assert loss == 0.0, f"loss {loss} where the positive is key {place}"
+
+
 def begun_rows(made: Made, device: str = "cpu") -> None:
-    """A row of panels that begins with keys in whole tiles, while others are NaN, has the gradients of all. Strips of
-    its parts differ in length; of large logits some are computed again."""
+    """A row of panels that begins with keys in whole strips, while others are NaN, has the gradients of all. Of large
+    logits some are computed again."""
     package = module(made)
     schedule, tile, rows = package._schedule, package._schedule.kernels.FORWARD_KEYS.value, 250
     seen = {
-        (0, tile, 3 * tile, 3): (0, 1),
-        (tile - 5, 2 * tile + 9, 4 * tile - 6, 6): (1, 3),
-        (2 * tile, tile, 3 * tile, 10): (2, 3),
+        (0, tile, 3 * tile, 1): (0, tile),
+        (tile - 5, 2 * tile + 9, 4 * tile - 6, 1): (tile, 3 * tile),
+        (2 * tile, tile - 6, 3 * tile - 6, 2): (2 * tile, 3 * tile - 6),
+        (tile - 5, 5 * tile, 7 * tile - 6, 2): (2 * tile, 4 * tile),
     }
-    for (first, count, keys, programs), tiles in seen.items():
+    for (first, count, keys, strip), whole in seen.items():
         for scale in (20.0, 300.0):
             inputs = tensors(fitting(package, Case(rows, keys, 0, scale=scale, seed=first)), "label", device)
-            with unittest.mock.patch.multiple(schedule, PANEL_ROWS=256, FORWARD_PROGRAMS=programs):
+            with unittest.mock.patch.multiple(schedule, PANEL_ROWS=256, strip_blocks=lambda *_, strip=strip: strip):
                 begun, dq, dk = _begun_gradients(package, inputs, first, count)
-            assert begun == tuple(tile * each for each in tiles)
+            assert begun == whole
             q, k, labels = inputs.q.double(), inputs.k.double(), inputs.positives()
             g = torch.softmax(scale * q @ k.T, 1) - torch.nn.functional.one_hot(labels, keys)
             for name, found, truth in (("dq", dq, g @ k), ("dk", dk, g.T @ q)):
                 error = float((found - truth).norm() / truth.norm())
-                assert error < 1e-2, f"{name}, {tiles} of {keys} keys first, scale {scale}: an error of {error:.1e}"
+                assert error < 1e-2, f"{name}, {whole} of {keys} keys first, scale {scale}: an error of {error:.1e}"
 
 
 def _begun_gradients(package: ModuleType, inputs: Inputs, first: int, count: int) -> tuple[Any, Tensor, Tensor]:
@@ -1053,29 +1073,28 @@ def _begun_gradients(package: ModuleType, inputs: Inputs, first: int, count: int
     return begun, dq * scratch.share[:rows, None], dk[:keys]
 
 
-def shares_of_a_long_strip(made: Made, device: str = "cpu") -> None:
-    """All rows of a strip have shares, and each may put its flags up; other strips go without."""
+def shares_of_a_block(made: Made, device: str = "cpu") -> None:
+    """All rows of a block have shares, and each may put the flags of all its strips up; other blocks go without."""
     package = module(made)
-    kernels, rows, blocks = package._schedule.kernels, 3000, 2
-    strip_rows = 80 * kernels.FORWARD_ROWS.value
+    kernels, rows, strips = package._schedule.kernels, 2 * package._schedule.kernels.FORWARD_ROWS.value - 9, 3
     generator = torch.Generator().manual_seed(1)
     exponent = torch.randint(-9, 9, (rows,), generator=generator).float().to(device)
     mantissa = 1 + torch.rand(rows, generator=generator).to(device)
-    for wide in (None, 7, strip_rows - 1):
+    for wide in (None, 7, kernels.FORWARD_ROWS.value - 1):
         reference, share = exponent - 1, torch.full((rows,), math.nan, device=device)
         if wide is not None:
             reference[wide] -= 100
-        flags = torch.full((2 * blocks,), -1, dtype=torch.int32, device=device)
+        flags = torch.full((2 * strips + 1,), -1, dtype=torch.int32, device=device)
         package._runtime.launch.launch(
             kernels.shares, (2,), query_exponent=exponent, query_mantissa=mantissa.clone(),
             positive_z=torch.zeros(rows, device=device), own_reference=reference, share=share, flags=flags,
-            queries=rows, keys=blocks * kernels.FORWARD_KEYS.value, strip=80, num_warps=4, num_stages=1,
+            queries=rows, keys=5 * kernels.FORWARD_KEYS.value, strip=2, num_warps=4, num_stages=1,
         )  # fmt: skip
         expected = kernels.QUERY_SHARE.value * torch.exp2(reference - exponent) / mantissa
         if wide is not None:
-            expected[:strip_rows] = 1
+            expected[: kernels.FORWARD_ROWS.value] = 1
         torch.testing.assert_close(share, expected)
-        assert flags.tolist() == [int(wide is not None), 0] * blocks
+        assert flags.tolist() == [int(wide is not None), 0] * strips + [-1]
 
 
 def captured(made: Made, device: str = "cuda") -> None:

@@ -121,9 +121,9 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
         # Sums over pairs have no such kernel, nor has a guide.
         if not made.loss.startswith(("siglip", "squares", "pairs", "spectral")) and made.loss != "distill":
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
-        if made.strategy in ("stash", "rows"):  # the forward's tiles are those of the gradient
+        if made.strategy in ("stash", "rows"):
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
-        else:
+        if made.strategy != "stash":  # whose tiles are those of the gradient
             chosen |= {"forward.rows": "32", "forward.keys": "64"}
         if made.strategy == "panel":
             chosen |= {"gradient.rows": "64", "gradient.keys": "32"}

@@ -110,7 +110,7 @@ NEVER_FLAGGED = ("kernels.py", "(least < SMALLEST_SUM) | (most > LARGEST_SUM)", 
 MASKED = "MASKED=m % rows != 0 or n % columns != 0"
 
 RANKS = (3, [[70, 10, 60]])
-BEGUN = ([64, 72, 128], [(0, 64), (64, 128), (192, 256)])  # keys of each rank, and those with which its work begins
+BEGUN = ([64, 72, 128], [(0, 64), (64, 128), (192, 264)])  # keys of each rank, and those with which its work begins
 
 BUGS: dict[str, Bug] = {
     "a ring has room for a panel of its own keys only": Bug(
@@ -564,10 +564,31 @@ BUGS: dict[str, Bug] = {
         (case(),),
         "dscale",
     ),
-    "shares are of the first rows of a strip": Bug(
-        Made("rows", "infonce"),
-        (("kernels.py", "range(first_row, last_row, ROWS)", "range(first_row, min(first_row + 1, last_row), ROWS)"),),
-        checks.shares_of_a_long_strip,
+    "the flags of a block's first strip alone go up": Bug(
+        ROWS,
+        (("kernels.py", "range(0, tl.cdiv(tl.cdiv(keys, FORWARD_KEYS), strip))", "range(0, 1)"),),
+        checks.shares_of_a_block,
+        (),
+    ),
+    "shares of a block that is computed again stay": Bug(
+        ROWS, (("kernels.py", "tl.where(beyond != 0, 1.0, own)", "own"),), checks.shares_of_a_block, ()
+    ),
+    "a strip of keys ends early": Bug(
+        ROWS,
+        (("kernels.py", "min(number * strip + strip, tl.cdiv(keys, FORWARD_KEYS))", "number * strip + 1"),),
+        checks.long_strips,
+        (),
+    ),
+    "positives are rounded as those of another strip": Bug(
+        ROWS,
+        (("kernels.py", "part = columns // (FORWARD_KEYS * strip)", "part = columns * 0"),),
+        checks.positives_of_strips,
+        (),
+    ),
+    "a row computed again has the reference of its last tile": Bug(
+        ROWS,
+        (("kernels.py", "tl.maximum(row_reference, tl.max(y, axis=1))", "tl.max(y, axis=1)"),),
+        checks.begun_rows,
         (),
     ),
     # ---- sums over pairs
@@ -807,7 +828,7 @@ BUGS: dict[str, Bug] = {
     # ---- gradients in forward, by rows of panels
     "rows far above their reference are left as they are": Bug(
         ROWS,
-        (("kernels.py", "beyond = max(beyond, tl.max(tl.where(held, 0, 1)))", "beyond = max(beyond, 0)"),),
+        (("kernels.py", "beyond = tl.max(tl.where(held, 0, 1))", "beyond = tl.max(tl.where(held, 0, 0))"),),
         checks.sampled_references,
         (),
         "flags",
@@ -835,7 +856,7 @@ BUGS: dict[str, Bug] = {
     ),
     "the sums of a row leave out the last keys of a gather": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "row_parts=cdiv(n, kernels.FORWARD_KEYS.value)", "row_parts=max(1, n // 64)"),),
+        (("schedule.py", "row_parts=cdiv(cdiv(n, kernels.FORWARD_KEYS.value),", "row_parts=cdiv(max(1, n // 64),"),),
         checks.over_ranks,
         RANKS,
         "loss",
@@ -849,7 +870,7 @@ BUGS: dict[str, Bug] = {
     ),
     "sums over keys that come replace those over the own ones": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "panel(part, start // kernels.FORWARD_KEYS.value, part.shape[0])", "part"),),
+        (("schedule.py", "panel(part, before, part.shape[0])", "part"),),
         checks.begun_over_ranks,
         BEGUN,
         "loss",
@@ -863,7 +884,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a gather begins with keys that share a tile with others": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "start, stop = cdiv(first, tile) * tile,", "start, stop = first,"),),
+        (("schedule.py", "start, stop = cdiv(first, unit) * unit,", "start, stop = first,"),),
         checks.begun_over_ranks,
         BEGUN,
         "dq",

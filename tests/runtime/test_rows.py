@@ -18,7 +18,8 @@ SHARDS = {1: [[150]], 2: [[150, 10], [0, 70]], 3: [[60, 0, 90], [140, 5, 0]]}
 SHARDS_OF_CI = {2: [[140, 10]], 3: [[60, 0, 30]]}
 SMALL = {
     "strategy": "rows", "panel_rows": "128", "gradient.rows": "32", "gradient.keys": "64", "gradient.depth": "16",
-    "forward.depth": "16", "product.rows": "64", "product.depth": "32", "product.keys": "16",
+    "forward.rows": "32", "forward.keys": "64", "forward.depth": "16",
+    "product.rows": "64", "product.depth": "32", "product.keys": "16",
 }  # fmt: skip
 
 
