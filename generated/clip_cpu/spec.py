@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2484ad936ab5087f330d94259c76c796365ffac7354df8d66bd846bf3f0562c5",
+    "digest": "50c4c977fb96240046b152e8c038cbb65745a92fb24205b02c21da9d84014f8d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "857ea58c24161ed2ec883a35293fe5d49c6b3351f17054223f309d5ba6e3b7b8",
+    "digest": "42f1be928ddb8c6a0654fa406a4381feaff20053f14a34d7ce6b9115a2825564",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -17,9 +17,9 @@ bitwise. A program writes its own flag, always, so flags need no clearing.
 Strips. A program of the forward owns a block of queries and walks a strip of key blocks: sums of its rows stay in
 registers. A program of the gradient owns a block of keys and walks a strip of row blocks.
 
-Range. One exponential per element, against a reference for each row: the largest value of a sample. Where a sum lies
-more than ROW_SPREAD binary orders above it, or is not finite, the rows of the strip are computed again by the *_wide
-kernels, exactly. Logits may reach 10^9.
+Range. One exponential per element, against a reference for each row: the largest value of a sample. A strip with a sum
+above LARGEST_SUM is added up again by `forward_wide`. A block of queries has g computed again by `row_gradient_wide`
+where a sum lies more than ROW_SPREAD binary orders off its reference, or is not finite. Logits may reach 10^9.
 """
 
 import triton
@@ -150,10 +150,11 @@ def row_references(q, k, scale_ptr, bias_ptr, own_reference, queries, keys, q_ro
 def forward(q, k, scale_ptr, bias_ptr, own_reference, row_exponent, row_sum, flags, stash, queries, keys, strip,
         rows_stride, stash_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr, STASH: tl.constexpr):
-    """One strip: each z is computed once, and its 2^(y - the row's reference) stored and added to the row's sum.
+    """One strip: each z is computed once, and its p = 2^(y - the row's reference) added to the row's sum.
 
-    Sums stay in registers until the strip is done, (strips, rows). MASKED: the panel has ragged tiles, whose terms are
-    cleared. The flag is up if a sum is too large.
+    Sums stay in registers until the strip is done, (strips, rows). STASH: p goes to `stash` (rows, keys), whole tiles
+    in
+    bf16. MASKED: the panel has ragged tiles, whose terms are cleared. The flag is up if a sum is too large.
     """
     program = tl.program_id(0)
     row_block, number, first_block, stop_block = strip_of_keys(program, queries, keys, strip)
@@ -407,10 +408,10 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
     """share_i = QUERY_SHARE * 2^reference / (the sum of row i): g = share_i p of the forward's p = 2^(y - reference).
 
     The statistics of the rows are complete. A program has the rows of one block. If one of them lies more than
-    ROW_SPREAD above its reference, or is not finite, the flags of all the block's strips go up. `gradient_wide`
-    follows with the same strips, and writes g itself: shares of the block are 1. A positive that is not in
-    `positive_z`,
-    as no key has its label, makes its row NaN.
+    ROW_SPREAD above its reference, or is not finite, the flags of all the block's strips go up. `row_gradient_wide`
+    follows with the same strips, and writes g itself: shares of the block are 1. A row is NaN where no key has its
+    label:
+    `positive_z` holds none.
     """
     row_block, row_blocks = tl.program_id(0), tl.num_programs(0)
     rows = row_block * FORWARD_ROWS + tl.arange(0, FORWARD_ROWS)
@@ -430,7 +431,7 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "strip"])
-def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags, queries, keys, strip,
+def row_gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags, queries, keys, strip,
         g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Computes a flagged strip again, g = share_i 2^(y - r_i); exits at once elsewhere.
 

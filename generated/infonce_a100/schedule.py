@@ -25,6 +25,7 @@ PANEL_ROWS = 5632  # backward panel; on one device dq accumulates over this many
 PANEL_KEYS = 65536  # of the same
 FINISH_ROWS = 16  # of one program
 LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
+LONGEST_STRIP = 32  # key blocks: longer strips are not faster
 DESCRIPTORS = False  # tensor descriptors, where address and strides allow them
 LIBRARY_PRODUCTS = True  # g times features, where the matrix library takes the strides
 LIBRARY_MULTIPLE = 8  # of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow
@@ -45,7 +46,7 @@ def forward_scratch(q, most_keys):
         row_parts=torch.empty(2, min(tiles[1], FORWARD_STRIPS), rows, dtype=torch.float32, device=device).unbind(),
         # of each strip, whether its range is wide
         flags=torch.empty(tiles[0] * min(tiles[1], FORWARD_STRIPS), dtype=torch.int32, device=device),
-        # tiles and references of this panel, if they are kept
+        # nothing: tiles are kept beside gradients alone
         kept=None,
     )
 
@@ -80,18 +81,18 @@ def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=N
 def _strip(m, n):
     """Key blocks that one program of the forward walks, in a panel of m queries and n keys."""
     row_blocks, key_blocks = cdiv(m, kernels.FORWARD_ROWS.value), cdiv(n, kernels.FORWARD_KEYS.value)
-    return strip_blocks(key_blocks, row_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)
+    return strip_blocks(key_blocks, row_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS, LONGEST_STRIP)
 
 
 def _forward_panel(block, scratch, strip=None, referenced=False):
-    """Starts the partial sums of one panel. strip: its key blocks of a program, where other panels of the same
-    queries have as many. referenced: its queries have their references."""
+    """Starts the partial sums of one panel. strip: key blocks that a program walks, where the panel is a part of one
+    that has its own. referenced: its queries have their references."""
     q, k, scale, bias = block[:4]
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
     depth = kernels.FORWARD_DEPTH.value
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    strip = strip or _strip(m, n)
+    strip = _strip(m, n) if strip is None else strip
     grid = (cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)
     if not referenced:
         launch(kernels.row_references, (cdiv(m, kernels.WIDE_ROWS.value),),
@@ -229,6 +230,8 @@ def _add_product(total, g, x, fresh):
             g = g.as_strided((total.shape[0], inner), g.stride())
         factors = panel_columns(g, 0, whole), panel(x, 0, whole)
         torch.addmm(total, *factors, out_dtype=torch.float32, beta=0 if fresh else 1, out=total)
+
+
 def rows_scratch(rows, keys, device):
     """What `rows_block`s of up to so many rows and keys are computed in."""
     rows = min(rows, PANEL_ROWS)
@@ -257,9 +260,11 @@ def begin_rows(block, first, count, scratch):
 
     Only whole strips of the forward that hold none but these: other keys of the block wait.
     """
-    last = first + count == block.k.shape[0]
-    unit = kernels.FORWARD_KEYS.value * _strip(block.q.shape[0], block.k.shape[0])
-    start, stop = cdiv(first, unit) * unit, first + count if last else (first + count) // unit * unit
+    m, n = block.q.shape[0], block.k.shape[0]
+    keys = kernels.FORWARD_KEYS.value * _strip(m, n)  # of a strip
+    start, stop = cdiv(first, keys) * keys, first + count
+    if stop < n:
+        stop = stop // keys * keys
     if start < stop:
         _forward_keys(block, scratch, start, stop)
         scratch.begun = start, stop
@@ -268,9 +273,9 @@ def begin_rows(block, first, count, scratch):
 def _forward_keys(block, scratch, start, stop):
     """`_forward_panel` of the keys from `start` on, where a strip of the block begins, before `stop`."""
     strip = _strip(block.q.shape[0], block.k.shape[0])
-    before = start // (kernels.FORWARD_KEYS.value * strip)
+    first_strip = start // (kernels.FORWARD_KEYS.value * strip)
     own = vars(scratch) | {
-        "row_parts": [panel(part, before, part.shape[0]) for part in scratch.row_parts],
+        "row_parts": [panel(part, first_strip, part.shape[0]) for part in scratch.row_parts],
         "kept": panel_columns(scratch.kept, start, scratch.kept.shape[1]),
     }
     part = block.panel(0, block.q.shape[0], start, stop - start)
@@ -307,7 +312,7 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
         query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, positive_z=positive[0],
         own_reference=scratch.own_reference, share=share, flags=scratch.flags, queries=m, keys=n, strip=strip,
         num_warps=4, num_stages=1)
-    launch(kernels.gradient_wide, grid,
+    launch(kernels.row_gradient_wide, grid,
         q=q, k=k, scale_ptr=scale, bias_ptr=bias, query_exponent=block.queries.exponent,
         query_mantissa=block.queries.mantissa, g=g, flags=scratch.flags, queries=m, keys=n, strip=strip,
         g_stride=g.stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),

@@ -83,7 +83,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     load_scale, inner = "scale = tl.load(scale_ptr)", "INNER" if plan.split else "DIM"
     sampled = "a sample (forward) or of the complete statistics (backward)"
     of_plan = (
-        "both_axes", "labels", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
+        "both_axes", "labels", "split", "stash", "at_once", "descriptors", "dim",
         "input_precision",
     )  # fmt: skip
     return {field: getattr(plan, field) for field in of_plan} | {
@@ -103,7 +103,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         else _STRIPS.format(
             "pairs and pair_terms" if of_pairs else "the forward" if is_fused else "forward and gradient"
         ),
-        "part_of_sums": "key_block",  # along rows
         "keys_of_part": "(FORWARD_KEYS * strip)" if plan.rows else "FORWARD_KEYS",
         "reference_of": sampled
         if both_axes and not plan.traits.guided_sides
@@ -181,6 +180,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "stored_positives": "positives_as_halves" if plan.split else "positives_as_one",
         "each_first_block": "each_block" if plan.labels else "each_first_block",
         # Defaults, which a template that includes a piece may change.
+        "part_of_sums": "key_block",  # the number of a row's partial sum
         "tile_rows": "GRADIENT_ROWS",
         "tile_keys": "GRADIENT_KEYS",
         "tile_key0": "key0",

@@ -102,6 +102,7 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     }),
     "gradient": ("grid", _DESCRIBED | {"MASKED": "m % rows != 0 or n % columns != 0"}),
     "gradient_wide": ("grid", {}),
+    "row_gradient_wide": ("grid", {}),
     "gradient_from_stash": ("grid", {
         "stash_reference": "reference", "stash_stride": "stash.stride(0)", "reference_stride": "reference.stride(0)",
     }),
@@ -145,6 +146,9 @@ _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
     "positives": (_OF_BOTH.format("kernels.POSITIVE_ROWS.value"), _PARTS | {"strip": "_strip(m, n)"}),
     "mirror": ("(blocks, blocks)", {"g": "tiles", "g_stride": "tiles.stride(0)"}),
     "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), _COMBINED),
+}  # fmt: skip
+_MERGE_OF_ROWS = "(cdiv(m, kernels.MERGE_ROWS.value),)", _LAUNCHES["merge"][1] | {
+    "row_parts": "cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n))",
 }  # fmt: skip
 _OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged one by one
     "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
@@ -195,6 +199,8 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
         own_launches |= _OF_IDS
     if choice.merges_sides:
         own_launches |= _OF_SIDES
+    if choice.rows:
+        own_launches |= {"merge": _MERGE_OF_ROWS}
     for family in families(choice):
         for kernel in family.kernels(choice):
             replaced = kernel.replaces or kernel.name
@@ -204,8 +210,6 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
                 own |= _given_to_variant(family, kernel)
             if kernel.name == "merge" and not (choice.both_axes or choice.merges_sides):
                 grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
-            if kernel.name == "merge" and choice.rows:
-                own |= {"row_parts": "cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n))"}
             if kernel.name == "forward":
                 own["stash"] = "tiles" if choice.descriptors else "kept"
             if choice.split and any(each.name == "g_low" for each in kernel.arguments):

@@ -11,7 +11,6 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.kernels import TILES, families, forward
 from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
-from infcl_gen.kernels.family import most_strips
 from infcl_gen.kernels.pairs import small_beside_masks
 from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.planning.planner import Plan
@@ -23,7 +22,6 @@ pooled (2,), fp64: over the positives of all queries the log-sum-exp, and the su
 ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the mean of all logits."
 ABOUT_RADIAL = "radial (slabs, rows): a row of total loses so many times its x, after the dots, slab by slab."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
-EARLY_STRIPS = 4  # of a rank's own keys at least, wherever they begin: it takes these before others have come
 
 _ROOM_OF_FORWARD = "rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device"
 _TURN = ("turn", "which of two rows of sizes the last launch has read", "0")
@@ -51,8 +49,8 @@ def schedule_context(
     times, row_blocks, walks = "", "cdiv(m, rows)", "row_blocks"
     if together > 1:
         times, row_blocks, walks = f"{together} * ", f"cdiv(m, {together} * rows)", f"cdiv(row_blocks, {together})"
-    own_strip = f"{times}strip_blocks({row_blocks}, cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS"
-    own_strip += ")" if plan.rows else f"{longest})"
+    of_gradient = "" if plan.rows else longest
+    own_strip = f"{times}strip_blocks({row_blocks}, cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS{of_gradient})"
     ratios = "ratios" in options
     imports = {
         "INTERPRETED": True,
@@ -71,7 +69,7 @@ def schedule_context(
         "ratios": ratios and not plan.slabs, "halves": plan.split, "triangle": triangle, "merge": plan.merges_sides,
         "several": plan.traits.sorted_ids, "guided": plan.traits.by_guide,
     }  # fmt: skip
-    flagged = "gradient_wide" in options and not plan.rows
+    flagged = "gradient_wide" in options
     backward_buffers = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
     return {
         "name": name,
@@ -166,17 +164,17 @@ def schedule_context(
         "rows_buffers": _rows_buffers(plan),
         "walked": "key" if plan.rows else "row",
         "owned": "row" if plan.rows else "key",
-        "strip_of_panel": "strip or _strip(m, n)" if plan.rows else "_strip(m, n)",
+        "strip_of_panel": "_strip(m, n) if strip is None else strip" if plan.rows else "_strip(m, n)",
         "grid_of_strips": _GRIDS[plan.rows],
-        "and_referenced": ", strip=None, referenced=False" * plan.rows,
-        "about_referenced": _ABOUT_REFERENCED * plan.rows,
+        "and_parts": ", strip=None, referenced=False" * plan.rows,
+        "about_parts": _ABOUT_PARTS * plan.rows,
         "own_references": _OWN_REFERENCES + launch["row_references"].replace("\n", "\n    ") if plan.rows else ABSENT,
         "inner_of_library": _WHOLE if plan.narrow_products else f"inner if g.stride(1) != 1 else {_WHOLE}",
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
         "both_axes": plan.both_axes,
         "product_columns": "x.shape[1]" if plan.traits.slabs else "DIM",
-        "wide_launch": ABSENT if plan.rows else launch["gradient_wide"],
+        "wide_launch": launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle or plan.traits.second else "m, n = part.q.shape[0], part.k.shape[0]",
         "merged": _MERGED if triangle else _MERGED_TWICE if plan.traits.second else launch["merge"],
@@ -200,8 +198,8 @@ _RADIAL_OF_KEYS = """\
 _add_radial(part.key_radial, scratch.key_radial, cdiv(part.q.shape[0], kernels.GRADIENT_ROWS.value),
                         fresh_dk and row0 == 0)"""
 _GRIDS = "(cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)", "(cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)"
-_ABOUT_REFERENCED = """ strip: its key blocks of a program, where other panels of the same
-    queries have as many. referenced: its queries have their references."""
+_ABOUT_PARTS = """ strip: key blocks that a program walks, where the panel is a part of one
+    that has its own. referenced: its queries have their references."""
 _OWN_REFERENCES = "if not referenced:\n        "
 _UNLESS_IT_HAS_POSITIVES = """\
 if not block.meets_diagonal():
@@ -279,8 +277,8 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         alone = plan.hopper_stages > 0  # on an SM
         programs = profile.multiprocessors if alone else TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
-        by_rows = plan.rows and kernel == "forward"
-        strips, owned = most_strips(rows, keys, block, by_rows=by_rows), "queries" if by_rows else "keys"
+        strips, owned = TILES[kernel].strips(rows, keys, block, plan), "queries" if plan.rows else "keys"
+        owned = owned if kernel == "forward" else "keys"
         found.append((f"{kernel.upper()}_STRIPS", strips, f"at most, for each block of {owned}", True))
         found.append((f"{kernel.upper()}_PROGRAMS", programs, at_once, True))
     return [(name, value, note) for name, value, note, wanted in found if wanted]
@@ -297,7 +295,7 @@ def _of_prefixes(plan: Plan, weights: Sequence[float]) -> list[tuple[str, Any, s
 
 
 def _longest_strip(plan: Plan) -> tuple[int, str]:
-    """Row blocks that one program walks at most (0: no limit), and why."""
+    """Blocks that one program of the forward walks at most (0: no limit), and why."""
     alone = max(family.longest_strip for family in families(plan))
     if alone:
         return alone, "one program an SM hides no other's start"
@@ -305,7 +303,11 @@ def _longest_strip(plan: Plan) -> tuple[int, str]:
         return forward.KEEPING_STRIP, "a program reads its keys once"
     if plan.rows and plan.world_size > 1:
         own = plan.keys_per_rank // plan.blocks["forward"].keys
-        return max(1, own // EARLY_STRIPS), "a rank begins with whole strips of its own keys"
+        return max(
+            1, min(forward.ROWS_STRIP, own // forward.EARLY_STRIPS)
+        ), "a rank begins with whole strips of its own keys"
+    if plan.rows:
+        return forward.ROWS_STRIP, "longer strips are not faster"
     return 0, ""
 
 
@@ -327,7 +329,7 @@ def _new(shape: str, dtype: str = "torch.float32") -> str:
 
 
 def _forward_buffers(plan: Plan) -> list[str]:
-    kept = ("kept", _KEPT, "None", plan.keeps_tiles)
+    kept = ("kept", "nothing: tiles are kept beside gradients alone" if plan.rows else _KEPT, "None", plan.keeps_tiles)
     return _fields([*_sums_of_a_panel(plan), kept, (*_TURN, plan.traits.small_first)])
 
 
@@ -361,23 +363,25 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
         shape = "cdiv(keys, kernels.FORWARD_KEYS.value), rows"
         row_sums = ("row_sums", "of terms (key blocks, rows)", _new(shape), not plan.traits.at_once)
         return [row_sums, ("halves", _HALVES, "_halves(rows, keys, device)", plan.split)]
-    strips, of_each = "min(tiles[0], FORWARD_STRIPS)", f" * {plan.losses}" * bool(plan.slabs)
-    shapes, parts = (f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"), "key blocks"
-    programs = f"{strips} * tiles[1]"
     if plan.rows:
         strips = "min(tiles[1], FORWARD_STRIPS)"
-        shapes, parts, programs = (f"{strips}, rows", ""), "strips", f"tiles[0] * {strips}"
+        return [
+            ("own_reference", "of each query", _new("rows"), True),
+            ("row_parts", "exponents and sums (strips, rows)", _new(f"2, {strips}, rows") + ".unbind()", True),
+            ("flags", _WIDE_RANGE, _new(f"tiles[0] * {strips}", "torch.int32"), True),
+        ]
+    strips, of_each = "min(tiles[0], FORWARD_STRIPS)", f" * {plan.losses}" * bool(plan.slabs)
+    shapes = f"tiles[1]{of_each}, rows", f"{strips}{of_each}, keys"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in shapes)
     return [
-        ("own_reference", "of each query", _new("rows"), plan.rows),
-        ("row_parts", f"exponents and sums ({parts}, rows)", row_parts, True),
+        ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
         ("row_second", "of the second log-sum-exps (key blocks, rows)", row_parts, plan.traits.second),
         ("key_second", "the same (strips, keys)", key_parts, plan.traits.second and plan.both_axes),
         ("row_guide", "by the guide (key blocks, rows)", _new(f"3, {shapes[0]}") + ".unbind()", plan.traits.by_guide),
         ("key_guide", "the same (strips, keys)", _new(f"3, {shapes[1]}") + ".unbind()", plan.traits.guided_sides),
-        ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact and not plan.rows),
-        ("flags", _WIDE_RANGE, _new(programs, "torch.int32"), not plan.exact),
+        ("reference", "of each block of keys", _new(f"tiles[1]{of_each}"), not plan.exact),
+        ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
     ]
 

@@ -205,7 +205,7 @@ class Choice:
 
     @property
     def keeps_tiles(self) -> bool:
-        """Whether the forward stores its tiles, which are then the gradient's."""
+        """Whether the forward stores its tiles."""
         return self.stash or self.rows
 
     @property

@@ -81,6 +81,11 @@ class Tile:
         """fp32 numbers that a program holds in registers: here the tile of z, and that of a guide's similarities."""
         return block.rows * block.keys * (1 + choice.traits.guide)
 
+    def strips(self, rows: int, keys: int, block: Block, choice: Choice) -> int:
+        """Strips of a panel's row blocks for each block of keys, which programs own, at most: each strip's partial sums
+        take memory."""
+        return min(-(-rows // block.rows), max(1, MOST_PROGRAMS // -(-keys // block.keys)))
+
     def registers(self, block: Block, choice: Choice, warp_size: int) -> int:
         """Accumulator registers of one thread."""
         return -(-self.accumulators(block, choice) // (block.warps * warp_size))
@@ -209,12 +214,3 @@ class Family:
     @property
     def module(self) -> str:
         return self.file.removesuffix(".py")
-
-
-def most_strips(rows: int, keys: int, block: Block, *, by_rows: bool = False) -> int:
-    """Strips of a panel's row blocks for each block of keys, at most: each strip's partial sums take memory. by_rows:
-    those of key blocks for each block of rows."""
-    walked, owned = -(-rows // block.rows), -(-keys // block.keys)
-    if by_rows:
-        walked, owned = owned, walked
-    return min(walked, max(1, MOST_PROGRAMS // owned))

@@ -44,7 +44,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     features = arguments(Argument("q", Q.type), "share out rows q_row_stride q_depth_stride")
     return (
         Kernel("shares", of_blocks),
-        Kernel("gradient_wide", again, "forward", wide=True),
+        Kernel("row_gradient_wide", again, "forward", wide=True),
         Kernel("row_positives", positives),
         Kernel("weighted_queries", features, "finish"),
     )

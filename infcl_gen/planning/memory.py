@@ -49,7 +49,7 @@ LEGEND = {
     "R": "rows of a backward panel",
     "C": "keys of a backward panel",
     "S": "query rows whose tiles are kept from forward to backward (stash)",
-    "T": "strips of a forward panel for each block of keys, at most",
+    "T": "strips of a forward panel for each block that programs own, at most",
     "V": "strips of a backward panel for each block of keys, at most",
     "H": "negatives of each query, or of each pair of rows",
 }

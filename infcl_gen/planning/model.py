@@ -19,8 +19,8 @@ import sympy
 from sympy.printing.pycode import PythonCodePrinter
 
 from infcl_gen.hardware import Cluster, DeviceProfile
+from infcl_gen.kernels import TILES
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts
-from infcl_gen.kernels.family import most_strips
 from infcl_gen.planning import memory
 from infcl_gen.planning.memory import Buffer, BufferTerm
 from infcl_gen.planning.work import TimeTerm, time_terms
@@ -195,13 +195,11 @@ class CostModel:
 
     def begun_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
         """Seconds of the early work, beside which a whole gather's keys come. At most: the forward of the first row of
-        panels over the own keys that fill its tiles."""
+        panels over the own keys."""
         if not self.table.whole:
             return 0.0
-        forward_s = math.fsum(phase.time_s for phase in times if phase.name in ("forward product", "kept tiles"))
-        tile = self.choice.blocks.get("forward", NO_BLOCK).keys
-        own = self.keys // tile * tile / (self.keys * self.table.world_size)
-        return forward_s * own * min(sizes.panel_rows, self.rows) / self.rows
+        forward_s = math.fsum(phase.time_s for phase in times if phase.name == "forward product")
+        return forward_s / self.table.world_size * min(sizes.panel_rows, self.rows) / self.rows
 
     def left_s(self, times: Sequence[PhaseTime], sizes: Sizes) -> float:
         """Seconds of the products behind which late sums go home: of the last row of panels that for the own keys, and
@@ -306,8 +304,8 @@ class CostModel:
             *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
             *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
             *(sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows),
-            most_strips(sizes.forward_rows, sizes.forward_keys, forward, by_rows=choice.rows),
-            most_strips(sizes.panel_rows, sizes.panel_keys, gradient),
+            TILES["forward"].strips(sizes.forward_rows, sizes.forward_keys, forward, choice),
+            TILES["gradient"].strips(sizes.panel_rows, sizes.panel_keys, gradient, choice),
             self.negatives,
         )
 

@@ -40,10 +40,13 @@ class TimeTerm(NamedTuple):
 # others are within 9 %.
 EFFICIENCY = {
     "forward": Rational(94, 100) * P / (P + 125),
+    # Fitted to steps of infonce at B = 65 536, D from 64 to 768, within 7 %: 7.3, 11.2 and 31.8 ms at 64, 256 and 768.
+    "rows forward": Rational(97, 100) * P / (P + 170),
     "gradient": Rational(101, 100) * P / (P + 205),
     "hopper forward": P / (P + 45),  # D = 200 and 256 take 3.3 and 3.5 ms at B = 65 536
     "hopper gradient": P / (P + 160),  # 4.6 and 4.7 ms
     "fused": P / (P + 31),
+    "labelled fused": P / (P + 120),  # tiles look for positives: infonce takes 12.5 to 22.2 ms at D = 64 to 256
     "torch": Rational(7, 10),
 }
 # Kernels reach less of it whose registers hold more than z: two sums of a row, or similarities of a guide. At
@@ -170,7 +173,9 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                     flops=4 * slices * programs * Bu * other * P,
                     bytes=slices * owned * D * (e + 2 * s),
                     exponentials=slices * programs * Bu * other,
-                    efficiency=EFFICIENCY["fused"] * programs / (U * Max(ceil_div(programs, U), ALONE)),
+                    efficiency=EFFICIENCY["labelled fused" if v.labels else "fused"]
+                    * programs
+                    / (U * Max(ceil_div(programs, U), ALONE)),
                     launches=2 * slices,
                 )
             )
@@ -355,13 +360,11 @@ def _row_terms(v: Choice) -> list[TimeTerm]:
             forward,
             "first",
             flops=2 * ceil_div(m, Bf) * Bf * ceil_div(keys, Kf) * Kf * P,
-            bytes=D * e * (m + keys * panels) + partials,
+            bytes=D * e * (m + keys * panels) + partials + e * m * keys,  # the last are the tiles that it keeps
             exponentials=m * keys,
-            efficiency=EFFICIENCY["forward"] * _filled(Min(R, m), Bf, keys, Kf),
+            efficiency=EFFICIENCY["rows forward"] * _filled(Min(R, m), Bf, keys, Kf),
             launches=3 * panels,
         ),
-        # Products hide three quarters of their way to memory: two programs share an SM of Hopper.
-        TimeTerm("kept tiles", forward, "first", bytes=Rational(1, 4) * e * m * keys),
         TimeTerm("statistics", forward, bytes=partials + 2 * m * D * e, launches=(3 + D / WALK) * panels),
         TimeTerm(
             "weights", forward, bytes=m * D * 2 * (s * int(v.of_queries) + e * int(v.of_keys)), launches=4 * panels

@@ -16,7 +16,7 @@ from torch import Tensor
 # As triton reads it. Interpreted kernels run as numpy on the CPU. bf16 arithmetic is wrong there: loaded tiles are
 # widened to fp32.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-LONGEST_STRIP = 32  # blocks; longer strips are not faster, and of rows visit more keys at a time than L2 holds
+LONGEST_STRIP = 32  # row blocks; longer strips are not faster, and visit more keys at a time than L2 holds
 # What Triton compiles every kernel with. a * b + c rounds once: the bounds of errors and the registers of each kernel
 # are those of fused operations. Triton up to 3.9 fuses by default.
 OPTIONS = {"enable_fp_fusion": True}
@@ -109,8 +109,8 @@ def cdiv(a: int, b: int) -> int:
 
 @functools.cache
 def strip_blocks(walked: int, owned: int, strips: int, programs: int, longest: int = LONGEST_STRIP) -> int:
-    """Blocks of one side that one program walks: at most `strips` programs for each block of the other side, which
-    they own, in few and full rounds. `walked`, `owned`: blocks of a panel's sides.
+    """Blocks that one program walks, of `walked` of one side of a panel. At most `strips` programs own each of the
+    `owned` blocks of the other side. They run in few and full rounds.
 
     A round is `programs` programs: those that run at once, or several times as many in a ring, whose messages occupy
     SMs. A program takes as long as the blocks that it walks, and about half a block to start and end.

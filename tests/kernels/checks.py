@@ -539,9 +539,9 @@ def copied_inputs(made: Made, device: str = "cpu") -> None:
 
 
 def long_strips(made: Made, device: str = "cpu") -> None:
-    """Programs that walk two row blocks, and one, where small problems give each program one."""
+    """Programs that walk two blocks, and one, where small problems give each program one."""
     package = module(made)
-    two = unittest.mock.patch.object(package._schedule, "strip_blocks", lambda row_blocks, *_: min(2, row_blocks))
+    two = unittest.mock.patch.object(package._schedule, "strip_blocks", lambda walked, *_: min(2, walked))
     with two:
         guarded(made, [(100, 97)], device=device)
         if made.dtype == "fp32":  # a column's reference is another in each strip: a positive's must be its own
@@ -747,8 +747,8 @@ def over_ranks(
 
 
 def begun_over_ranks(made: Made, shards: list[int], begun: list[tuple[int, int] | None], device: str = "cpu") -> None:
-    """Of a gather: ranks begin with those of their own keys, of so many, that fill tiles. `begun` has the first and the
-    last + 1 of each rank with queries. Messages are started first. Keys of others are NaN till they come."""
+    """Of a gather: ranks begin with those of their own keys, of so many, that fill strips. `begun` has the first and
+    the last + 1 of each rank with queries. Messages are started first. Keys of others are NaN till they come."""
     package = module(made)
     schedule, trip = package._schedule, package._runtime.transport.Trip
     begin, start, started = schedule.begin_rows, trip.arrive, set[int]()
@@ -988,7 +988,7 @@ def labels_without_a_key(made: Made, device: str = "cpu") -> None:
 
 
 def sampled_references(made: Made, device: str = "cpu") -> None:
-    """A strip is computed again where a sum lies 80 or more binary orders above its row's reference, and only there."""
+    """A block of rows is computed again where a sum lies 80 binary orders above its row's reference, and no other."""
     package = module(made)
     schedule, runtime = package._schedule, package._runtime
     ln2, zero = torch.tensor(math.log(2), device=device), torch.zeros((), device=device)
@@ -1016,19 +1016,19 @@ def positives_of_strips(made: Made, device: str = "cpu") -> None:
     """A row that holds nothing but its positive has a loss of 0, also where its strip is computed again: the positive
     is rounded as the sum of that strip was."""
     package = module(made)
-    schedule, runtime, keys = package._schedule, package._runtime, 3 * package._schedule.kernels.FORWARD_KEYS.value
+    schedule, runtime, keys = package._schedule, package._runtime, 4 * package._schedule.kernels.FORWARD_KEYS.value
     one, positive = torch.ones((), device=device), torch.full((schedule.POSITIVE_PARTS, 64), math.nan, device=device)
-    for place in (4, keys - 2):  # keys that no sample has
+    for place, strip in itertools.product((5, keys // 2 - 3, keys - 3), (1, 2)):  # keys that no sample has
         q, k = (torch.zeros(n, made.dim, dtype=DTYPES[made.dtype], device=device) for n in (64, keys))
         q[:, 0], k[place, 0] = 100.5, 1.0  # y = 145: 2^y is beyond fp32 but against its own reference
         labels = torch.full((64,), place, device=device)
         pair = runtime.statistics.view(torch.empty(2, 64, device=device))
         block = runtime.package.Block(q, k, one, 0 * one, labels, 0, pair, None, positive)
-        with unittest.mock.patch.object(schedule, "strip_blocks", lambda *_: 1):
+        with unittest.mock.patch.object(schedule, "strip_blocks", lambda *_, strip=strip: strip):
             scratch = schedule.rows_scratch(64, keys, q.device)
             schedule.rows_block(block, None, [], scratch)
         loss = float(schedule.loss_terms(block, 1.0))
-        assert loss == 0.0, f"loss {loss} where the positive is key {place}"
+        assert loss == 0.0, f"loss {loss} where the positive is key {place} of strips of {strip}"
 
 
 def begun_rows(made: Made, device: str = "cpu") -> None:

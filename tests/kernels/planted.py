@@ -581,7 +581,7 @@ BUGS: dict[str, Bug] = {
     ),
     "positives are rounded as those of another strip": Bug(
         ROWS,
-        (("kernels.py", "part = columns // (FORWARD_KEYS * strip)", "part = columns * 0"),),
+        (("kernels.py", "part = columns // (FORWARD_KEYS * strip)", "part = columns // FORWARD_KEYS"),),
         checks.positives_of_strips,
         (),
     ),
@@ -870,7 +870,7 @@ BUGS: dict[str, Bug] = {
     ),
     "sums over keys that come replace those over the own ones": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "panel(part, before, part.shape[0])", "part"),),
+        (("schedule.py", "panel(part, first_strip, part.shape[0])", "part"),),
         checks.begun_over_ranks,
         BEGUN,
         "loss",
@@ -882,9 +882,9 @@ BUGS: dict[str, Bug] = {
         BEGUN,
         "behind the early work",
     ),
-    "a gather begins with keys that share a tile with others": Bug(
+    "a gather begins with keys that share a strip with others": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "start, stop = cdiv(first, unit) * unit,", "start, stop = first,"),),
+        (("schedule.py", "start, stop = cdiv(first, keys) * keys,", "start, stop = first,"),),
         checks.begun_over_ranks,
         BEGUN,
         "dq",

@@ -40,7 +40,7 @@ def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None
 
 @pytest.mark.parametrize("loss", ["infonce", "rince", "smooth"])
 def test_a_gather_begins_with_the_own_keys(interpreted: Interpreter, loss: str) -> None:
-    """With those in tiles of 64 that hold no other rank's. Some have no queries, no keys, or a ragged tile."""
+    """With those in strips of 64 that hold no other rank's. Some have no queries, no keys, or a ragged tile."""
     made = Made("rows", loss, devices=4, settings=(("transport", "gather"),))
     interpreted(checks.begun_over_ranks, made, [64, 128, 70, 64], [(0, 64), (64, 192), (192, 256), (320, 326)])
     interpreted(checks.begun_over_ranks, made, [128, 64, 64, 0], [(128, 192), (192, 256), None])
