@@ -301,10 +301,13 @@ def test_tiles_that_a_stash_stores(target: str, tmp_path: Path) -> None:
     check(resources(package, target, *kernels), package, target, *kernels)
 
 
-@pytest.mark.parametrize("target", nightly(["sm_90", "sm_80", "gfx942"], ["sm_90", "gfx942"]))
+@pytest.mark.parametrize("target", nightly(["sm_90", "sm_100", "sm_80", "gfx942"], ["sm_100", "gfx942"]))
 def test_a_row_of_panels(target: str, tmp_path: Path) -> None:
     package = clip(tmp_path, target, loss="infonce", settings=(("strategy", "rows"),))
-    kernels = ("row_references", "forward", "shares", "row_positives", "weighted_queries", "finish", "rescale")
+    kernels = (
+        *("row_references", "forward", "forward_wide", "shares", "row_gradient_wide"),
+        *("row_positives", "weighted_queries", "finish", "rescale"),
+    )
     check(resources(package, target, *kernels), package, target, *kernels)
 
 

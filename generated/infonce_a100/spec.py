@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5e81d92ee429af4b4e3c72fbc806702f26231ccb340f6a7d1578041de27d95d7",
+    "digest": "0f1048523a743b2c8cf1fb03774bc125678c9e5e0301068d2ad560decab732e6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

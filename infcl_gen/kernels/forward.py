@@ -31,7 +31,7 @@ KEEPING_STRIP = 64  # row blocks that share one program's keys: 0.5 to 1 % faste
 STORING_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3), "blackwell": Block(128, 128, 64, 8, 2)}
 # Two programs share an SM: one multiplies beside the other's exponentials. A step of infonce at B = 65 536, D = 768 in
 # 1.5 GiB on an H200: 31.7 ms, 32.4 with one program of 128 x 256.
-# With 128 keys a thread of sm_80 spills 370 to 460 bytes, and one of gfx942 490; with 128 x 64 still 60.
+# At D = 768 a thread of sm_80 spills 370 to 460 bytes with 128 keys, and one of gfx942 490; with 128 x 64 still 60.
 ROWS_BLOCKS = {
     "hopper": Block(128, 128, 64, 4, 3), "blackwell": Block(128, 128, 64, 8, 2), "ampere": Block(128, 64, 64, 8, 3),
     "cdna3": Block(64, 64, 64, 8, 2), "cdna4": Block(64, 64, 64, 8, 2),
