@@ -46,7 +46,7 @@ def forward_scratch(q, most_keys):
         row_parts=torch.empty(2, min(tiles[1], FORWARD_STRIPS), rows, dtype=torch.float32, device=device).unbind(),
         # of each strip, whether its range is wide
         flags=torch.empty(tiles[0] * min(tiles[1], FORWARD_STRIPS), dtype=torch.int32, device=device),
-        # nothing: tiles are kept beside gradients alone
+        # none: only `rows_block` keeps tiles
         kept=None,
     )
 
@@ -85,8 +85,8 @@ def _strip(m, n):
 
 
 def _forward_panel(block, scratch, strip=None, referenced=False):
-    """Starts the partial sums of one panel. strip: key blocks that a program walks, where the panel is a part of one
-    that has its own. referenced: its queries have their references."""
+    """Starts the partial sums of one panel. strip: key blocks that a program walks, given where this panel is part
+    of a larger one, whose strips it keeps. referenced: its queries have their references."""
     q, k, scale, bias = block[:4]
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
@@ -258,7 +258,8 @@ def rows_scratch(rows, keys, device):
 def begin_rows(block, first, count, scratch):
     """Begins `rows_block` of this block with so many of its keys from `first` on, while others are on their way.
 
-    Only whole strips of the forward that hold none but these: other keys of the block wait.
+    Only whole strips of the forward that hold none but these: other keys of the block wait. Its last strip may be
+    short.
     """
     m, n = block.q.shape[0], block.k.shape[0]
     keys = kernels.FORWARD_KEYS.value * _strip(m, n)  # of a strip

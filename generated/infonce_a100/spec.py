@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "0f1048523a743b2c8cf1fb03774bc125678c9e5e0301068d2ad560decab732e6",
+    "digest": "cff13b9893773ce680a6609a2ef1969b5c0717e22a3be1e7ff502782ad2d54e5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -198,8 +198,8 @@ _RADIAL_OF_KEYS = """\
 _add_radial(part.key_radial, scratch.key_radial, cdiv(part.q.shape[0], kernels.GRADIENT_ROWS.value),
                         fresh_dk and row0 == 0)"""
 _GRIDS = "(cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)", "(cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)"
-_ABOUT_PARTS = """ strip: key blocks that a program walks, where the panel is a part of one
-    that has its own. referenced: its queries have their references."""
+_ABOUT_PARTS = """ strip: key blocks that a program walks, given where this panel is part
+    of a larger one, whose strips it keeps. referenced: its queries have their references."""
 _OWN_REFERENCES = "if not referenced:\n        "
 _UNLESS_IT_HAS_POSITIVES = """\
 if not block.meets_diagonal():
@@ -277,8 +277,8 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         alone = plan.hopper_stages > 0  # on an SM
         programs = profile.multiprocessors if alone else TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
-        strips, owned = TILES[kernel].strips(rows, keys, block, plan), "queries" if plan.rows else "keys"
-        owned = owned if kernel == "forward" else "keys"
+        strips = TILES[kernel].strips(rows, keys, block, plan)
+        owned = "queries" if plan.rows and kernel == "forward" else "keys"
         found.append((f"{kernel.upper()}_STRIPS", strips, f"at most, for each block of {owned}", True))
         found.append((f"{kernel.upper()}_PROGRAMS", programs, at_once, True))
     return [(name, value, note) for name, value, note, wanted in found if wanted]
@@ -303,9 +303,8 @@ def _longest_strip(plan: Plan) -> tuple[int, str]:
         return forward.KEEPING_STRIP, "a program reads its keys once"
     if plan.rows and plan.world_size > 1:
         own = plan.keys_per_rank // plan.blocks["forward"].keys
-        return max(
-            1, min(forward.ROWS_STRIP, own // forward.EARLY_STRIPS)
-        ), "a rank begins with whole strips of its own keys"
+        longest = max(1, min(forward.ROWS_STRIP, own // forward.EARLY_STRIPS))
+        return longest, "a rank begins with whole strips of its own keys"
     if plan.rows:
         return forward.ROWS_STRIP, "longer strips are not faster"
     return 0, ""
@@ -329,7 +328,7 @@ def _new(shape: str, dtype: str = "torch.float32") -> str:
 
 
 def _forward_buffers(plan: Plan) -> list[str]:
-    kept = ("kept", "nothing: tiles are kept beside gradients alone" if plan.rows else _KEPT, "None", plan.keeps_tiles)
+    kept = ("kept", "none: only `rows_block` keeps tiles" if plan.rows else _KEPT, "None", plan.keeps_tiles)
     return _fields([*_sums_of_a_panel(plan), kept, (*_TURN, plan.traits.small_first)])
 
 

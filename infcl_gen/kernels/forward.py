@@ -24,14 +24,14 @@ DEEP = 768  # from this depth on, one program with a large tile beats two small 
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
 # Where one block spans the embedding, keys are read once: a step at B = 65 536, D = 128 takes 9.8 ms, not 10.0 ms.
 KEEPING_BLOCKS = {"hopper": (Block(64, 128, 64, 4, 4), Block(64, 256, 128, 4, 3))}
-EARLY_STRIPS = 8  # of a rank's own keys, at least: it takes all whole ones before other keys have come
-ROWS_STRIP = 32  # key blocks that one program of `rows` walks: as fast as 128 on an H200, with less work left over
+EARLY_STRIPS = 8  # of a rank's own keys, about: it begins with the whole ones, while other keys come
+ROWS_STRIP = 32  # key blocks that one program of `rows` walks: as fast as 128 on an H200
 NVIDIA_LANES = 8  # of a warp, by the rows of a tile: the most of all architectures
 KEEPING_STRIP = 64  # row blocks that share one program's keys: 0.5 to 1 % faster than 32 at D = 64 and 96 on an H200
 STORING_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3), "blackwell": Block(128, 128, 64, 8, 2)}
 # Two programs share an SM: one multiplies beside the other's exponentials. A step of infonce at B = 65 536, D = 768 in
-# 1.5 GiB on an H200: 31.7 ms, 32.4 with one program of 128 x 256.
-# At D = 768 a thread of sm_80 spills 370 to 460 bytes with 128 keys, and one of gfx942 490; with 128 x 64 still 60.
+# 1.5 GiB on an H200: 31.8 ms, 32.4 with one program of 128 x 256. With 128 keys at D = 768 a thread of sm_80 spills 370
+# to 460 bytes. One of gfx942 spills 490, and 60 with 128 x 64.
 ROWS_BLOCKS = {
     "hopper": Block(128, 128, 64, 4, 3), "blackwell": Block(128, 128, 64, 8, 2), "ampere": Block(128, 64, 64, 8, 3),
     "cdna3": Block(64, 64, 64, 8, 2), "cdna4": Block(64, 64, 64, 8, 2),
@@ -47,7 +47,8 @@ STASH = Argument("stash", "*bf16", block=("FORWARD_ROWS", "FORWARD_KEYS // 2"))
 
 
 class ForwardTile(Tile):
-    """Rows x keys of z, `depth` of the embedding at a time. A stash keeps them for the gradient, in its tiles."""
+    """Rows x keys of z, `depth` of the embedding at a time. A stash keeps them for the gradient, in its tiles; `rows`
+    keeps p of its own."""
 
     name = "forward"
     tuned = described = walks = True
@@ -83,14 +84,14 @@ class ForwardTile(Tile):
         return super().accumulators(block, choice) + len(choice.slabs) * lanes * block.keys
 
     def strips(self, rows: int, keys: int, block: Block, choice: Choice) -> int:
-        """In `rows` programs own queries. Strips of keys then also part those of each rank."""
+        """In `rows` programs own queries. Over a gather strips are short enough to part each rank's own keys."""
         if not choice.rows:
             return super().strips(rows, keys, block, choice)
         early = EARLY_STRIPS * choice.world_size if choice.world_size > 1 else 1
         return min(-(-keys // block.keys), max(early, MOST_PROGRAMS // -(-rows // block.rows)))
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
-        """Keys that are read once have one stage. A stash's tiles pass through shared memory: half a tile in bf16, or
+        """Keys that are read once have one stage. Kept tiles pass through shared memory: half a tile in bf16, or
         three times that where warps of 16 rows lie side by side, of which one then holds nothing of a half."""
         rows, keys, depth = block.stages * block.rows, block.stages * block.keys, block.depth
         if keeps_keys(block, choice):

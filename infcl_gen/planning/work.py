@@ -40,13 +40,13 @@ class TimeTerm(NamedTuple):
 # others are within 9 %.
 EFFICIENCY = {
     "forward": Rational(94, 100) * P / (P + 125),
-    # Fitted to steps of infonce at B = 65 536, D from 64 to 768, within 7 %: 7.3, 11.2 and 31.8 ms at 64, 256 and 768.
+    # Fitted to steps of infonce at B = 65 536, D from 64 to 768, within 10 %: 7.3, 11.2 and 31.8 ms at 64, 256 and 768.
     "rows forward": Rational(97, 100) * P / (P + 170),
     "gradient": Rational(101, 100) * P / (P + 205),
     "hopper forward": P / (P + 45),  # D = 200 and 256 take 3.3 and 3.5 ms at B = 65 536
     "hopper gradient": P / (P + 160),  # 4.6 and 4.7 ms
     "fused": P / (P + 31),
-    "labelled fused": P / (P + 120),  # tiles look for positives: infonce takes 12.5 to 22.2 ms at D = 64 to 256
+    "labelled fused": P / (P + 120),  # tiles look for positives: in bf16 12.5 to 22.2 ms at D = 64 to 256, within 17 %
     "torch": Rational(7, 10),
 }
 # Kernels reach less of it whose registers hold more than z: two sums of a row, or similarities of a guide. At

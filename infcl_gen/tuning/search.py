@@ -108,8 +108,8 @@ def tune(
 
 
 def families(default: Plan) -> tuple[str, ...]:
-    """The names of what is tuned, in order: the tiles of the strategy's kernels, or the panel for torch. In `rows` a
-    step has no gradients of logits to compute."""
+    """The names of what is tuned, in order: the tiles of the strategy's kernels, or the panel for torch. In `rows` no
+    step runs the kernel `gradient`."""
     tuned = (tile.name for tile in tiles(default.strategy, default.traits) if tile.tuned)
     return tuple(name for name in tuned if not (default.rows and name == "gradient")) or ("panel",)
 

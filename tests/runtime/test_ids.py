@@ -184,7 +184,7 @@ BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
     "the class is flipped": ("siglip_multi", "ring", (SCHEDULE, SAME, SAME.replace("==", "!="))),
     "the mask is flipped": ("infonce_ids", "ring", (SCHEDULE, SAME, SAME.replace("==", "!="))),
     "rows have no weights": (
-        "decoupled_ids", "gather", (ENGINE, "if package.traits.combined and not by_rows:", "if False:"),
+        "decoupled_ids", "gather", (ENGINE, "if package.traits.combined:", "if False:"),
     ),
     "a positive is in the sum": ("decoupled_ids", "ring", (SCHEDULE, f"{OWN_PLACE} = True", f"{OWN_PLACE} = False")),
     "slopes are those of positives": (

@@ -725,7 +725,7 @@ MORE_BUGS = {
           "    table = _table(package, layout, weighting.gradients, kept)\n    if"),)
     ),
     "sums are added to before they have arrived": Bug(
-        ((ENGINE, '"arrive": trip.arrive', '"arrive": lambda: None'),)
+        ((ENGINE, "fresh_dk=trip.fresh, arrive=trip.arrive", "fresh_dk=trip.fresh, arrive=lambda: None"),)
     ),
     "a buffer is used before its message has arrived": Bug((KEYS_ARE_THERE,), rows=(40, 40)),
     "keys stay on their side when they change the node": Bug(
