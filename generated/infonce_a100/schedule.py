@@ -69,12 +69,8 @@ def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=N
             if arrive:
                 arrive()
             m, n = part.q.shape[0], part.k.shape[0]
-            launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
-                row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
-                query_mantissa=part.queries.mantissa, queries=m,
-                row_parts=cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n)),
-                rows_stride=scratch.row_parts[0].stride(0), queries_written=0 if fresh_queries and key0 == 0 else m,
-                num_warps=4, num_stages=1)
+            parts = cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n))
+            _merge(scratch.row_parts, parts, part.queries, fresh_queries and key0 == 0)
             _positives(part, scratch)
 
 
@@ -293,21 +289,16 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So g k = share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
     """
-    part, key0, fresh_queries, (q, k, scale, bias, *_) = block, 0, True, block
+    q, k, scale, bias, *_ = block
     m, n, g, share, positive = q.shape[0], k.shape[0], scratch.kept, scratch.share, block.positive.unbind()
+    rows, columns, strip = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value, _strip(m, n)
     before, behind = scratch.begun or (0, 0)
     for start, stop in ((0, before), (behind, n)):
         if start < stop:
             _forward_keys(block, scratch, start, stop)
     scratch.begun = None
-    launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
-        row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
-        query_mantissa=part.queries.mantissa, queries=m,
-        row_parts=cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n)),
-        rows_stride=scratch.row_parts[0].stride(0), queries_written=0 if fresh_queries and key0 == 0 else m,
-        num_warps=4, num_stages=1)
+    _merge(scratch.row_parts, cdiv(cdiv(n, columns), strip), block.queries, fresh=True)
     _positives(block, scratch)
-    rows, columns, strip = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value, _strip(m, n)
     grid = (cdiv(m, rows) * cdiv(cdiv(n, columns), strip),)
     launch(kernels.shares, (cdiv(m, rows),),
         query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, positive_z=positive[0],
@@ -335,6 +326,16 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False, arrive=None):
         _add_product(total, panel_columns(g, first, keys).mT, weighted, fresh_dk)
     if dq is not None:
         _add_product(dq, g, k, True)
+
+
+def _merge(parts, count, statistics, fresh):
+    """Adds the first `count` of partial sums, exponents and sums (parts, rows), to the statistics of rows."""
+    (exponents, sums), rows = parts, statistics.exponent.shape[0]
+    written = 0 if fresh else rows
+    launch(kernels.merge, (cdiv(rows, kernels.MERGE_ROWS.value),),
+        row_exponent=exponents, row_sum=sums, query_exponent=statistics.exponent,
+        query_mantissa=statistics.mantissa, queries=rows, row_parts=count, rows_stride=exponents.stride(0),
+        queries_written=written, num_warps=4, num_stages=1)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None, share=None):

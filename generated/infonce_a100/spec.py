@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "cff13b9893773ce680a6609a2ef1969b5c0717e22a3be1e7ff502782ad2d54e5",
+    "digest": "0ba1641fe232a290cd0183d313ec92e6c5394b0204cd2873c6c055fa0603802c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -147,9 +147,6 @@ _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
     "mirror": ("(blocks, blocks)", {"g": "tiles", "g_stride": "tiles.stride(0)"}),
     "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), _COMBINED),
 }  # fmt: skip
-_MERGE_OF_ROWS = "(cdiv(m, kernels.MERGE_ROWS.value),)", _LAUNCHES["merge"][1] | {
-    "row_parts": "cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n))",
-}  # fmt: skip
 _OF_SIDES: dict[str, tuple[str, dict[str, str]]] = {  # of sums that are merged one by one
     "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
         "row_exponent": "exponents", "row_sum": "sums", "query_exponent": "statistics.exponent",
@@ -199,8 +196,6 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
         own_launches |= _OF_IDS
     if choice.merges_sides:
         own_launches |= _OF_SIDES
-    if choice.rows:
-        own_launches |= {"merge": _MERGE_OF_ROWS}
     for family in families(choice):
         for kernel in family.kernels(choice):
             replaced = kernel.replaces or kernel.name

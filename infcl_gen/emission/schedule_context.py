@@ -177,7 +177,13 @@ def schedule_context(
         "wide_launch": launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle or plan.traits.second else "m, n = part.q.shape[0], part.k.shape[0]",
-        "merged": _MERGED if triangle else _MERGED_TWICE if plan.traits.second else launch["merge"],
+        "merged": _MERGED
+        if triangle
+        else _MERGED_TWICE
+        if plan.traits.second
+        else _MERGED_BY_ROWS
+        if plan.rows
+        else launch["merge"],
         "second_of_rows": _SECOND_OF_ROWS if plan.traits.second else ABSENT,
         "second_of_columns": _SECOND_OF_COLUMNS if plan.traits.second else ABSENT,
         "whole_on_the_diagonal": _WHOLE_ON_THE_DIAGONAL if triangle else ABSENT,
@@ -217,6 +223,9 @@ _NO_POSITIVES = """\
 if fresh_queries:
     block.positive.zero_()"""
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_keys and row0 == 0)"
+_MERGED_BY_ROWS = """\
+parts = cdiv(cdiv(n, kernels.FORWARD_KEYS.value), _strip(m, n))
+    _merge(scratch.row_parts, parts, part.queries, fresh_queries and key0 == 0)"""  # indented as launches are
 _MERGED_TWICE = """\
 fresh, parts = fresh_queries and key0 == 0, cdiv(part.k.shape[0], kernels.FORWARD_KEYS.value)
     _merge(scratch.row_parts, parts, part.queries, fresh)

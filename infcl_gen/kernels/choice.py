@@ -118,9 +118,9 @@ class Choice:
 
     @property
     def merges_sides(self) -> bool:
-        """Whether partial sums are merged one by one: those of a triangle's rows and columns have one home, and a
-        query may have a second one."""
-        return self.traits.triangle or self.traits.second
+        """Whether partial sums are merged one by one: those of a triangle's rows and columns have one home, a query may
+        have a second one, and a row of panels has its sums at once."""
+        return self.traits.triangle or self.traits.second or self.rows
 
     @property
     def labels(self) -> bool:

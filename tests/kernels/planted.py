@@ -856,7 +856,7 @@ BUGS: dict[str, Bug] = {
     ),
     "the sums of a row leave out the last keys of a gather": Bug(
         ROWS_OF_A_GATHER,
-        (("schedule.py", "row_parts=cdiv(cdiv(n, kernels.FORWARD_KEYS.value),", "row_parts=cdiv(max(1, n // 64),"),),
+        (("schedule.py", "scratch.row_parts, cdiv(cdiv(n, columns), strip)", "scratch.row_parts, max(1, n // 64)"),),
         checks.over_ranks,
         RANKS,
         "loss",
