@@ -205,7 +205,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 616 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 625 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -213,7 +213,7 @@ def test_the_source_stays_small() -> None:
     its weights, 97 for what refusals offer, 450 for any number of positives, from the formula on, 220 for factors of
     similarities, 260 for a second sum of each query, 145 for the sum of a row's partner, from the formula to
     the peers of bench, 325 for a guide and 266 for its softmaxes of both sides,
-    502 for prefixes from the flag to the gate, 376 for their cosines, likewise, 272 for their kernels on Hopper,
+    502 for prefixes from the flag to the gate, 376 for their cosines, likewise, 281 for their kernels on Hopper,
     116 of these of cosines, 20 of one side,
     65 for strips of hard negatives and what they take,
     50 for numbers at the planned size, 8 for a NaN that a constant slope does not read,
@@ -254,5 +254,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_549, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_558, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_255 and pages <= 850 and step <= 3_571

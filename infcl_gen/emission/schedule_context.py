@@ -9,7 +9,7 @@ from infcl_gen.emission.launches import launches
 from infcl_gen.emission.render import ABSENT
 from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.problem import TORCH_DTYPES
-from infcl_gen.kernels import TILES, families, forward
+from infcl_gen.kernels import TILES, families, forward, hopper_slabs
 from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
 from infcl_gen.kernels.pairs import small_beside_masks
 from infcl_gen.kernels.statistics import LOSS_ROWS
@@ -283,8 +283,11 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     walked = [("forward", plan.forward_rows, plan.forward_keys), ("gradient", plan.panel_rows, plan.panel_keys)]
     for kernel, rows, keys in walked[: 1 + ("gradient" in plan.blocks and not plan.stash)]:
         block = plan.blocks[kernel]
-        alone = plan.hopper_stages > 0  # on an SM
-        programs = profile.multiprocessors if alone else TILES[kernel].resident_programs(block, plan, profile)
+        if plan.hopper_stages:
+            on_one = hopper_slabs.FORWARD_PROGRAMS if plan.slabs and kernel == "forward" else 1
+            programs = on_one * profile.multiprocessors
+        else:
+            programs = TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
         strips = TILES[kernel].strips(rows, keys, block, plan)
         owned = "queries" if plan.rows and kernel == "forward" else "keys"

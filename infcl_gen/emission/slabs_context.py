@@ -49,7 +49,8 @@ def slabs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         slab._asdict()
         | {name: share * weight for name, share in shares.items()}
         | {"last_step": f"== {slab.stop}"}
-        | {name: f"{name}_{slab.stop}, " * both for name in ("lane_sums", "first_sums", "last_sums")}
+        | {"lane_sums": f"lane_sums_{slab.stop}, " * both, "key_sums": f"sums_{slab.stop}, " * both}
+        | {"factors": f"column_factors, {slab.number}, " * renormalised}
         | {"shift": "shift" if renormalised else f"-reference_{slab.stop}"}
         | {"masked_shift": _MASKED_SHIFT.format(slab.stop) if renormalised else ABSENT}
         for slab, weight in zip(plan.slabs, derivation.prefix_weights, strict=True)

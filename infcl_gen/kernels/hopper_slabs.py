@@ -1,5 +1,6 @@
 """forward_hopper, gradient_hopper of losses over prefixes: what `forward` and `gradient` compute, for Hopper GPUs."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ DEPTH = 64  # columns of a stage, 128 bytes of a row: copies of 64 bytes take 1.
 # Of cosines: 128 x 128 spills 184 to 1 192 bytes a thread of sm_90. A program of the variant takes two, one a group.
 COSINE_BLOCK = Block(hopper.TILE[0] // 2, hopper.TILE[1], 32, 8, 3)
 UNIT = 32  # columns by which prefixes grow
-STAGES = 6  # of 32 KiB each; beside them 35 KiB are left, for tiles of g and what groups tell each other
-COSINE_STAGES = 5  # beside factors of keys
+FORWARD_PROGRAMS = 2  # on a multiprocessor: groups of two programs wait for each other's stages less than those of one
+FORWARD_STAGES = 3  # of 32 KiB each: two programs share 227 KiB
+STAGES = 6  # of the gradient; beside them 35 KiB are left, for tiles of g and what groups tell each other
+COSINE_STAGES = 3  # beside tiles of g of four prefixes, and a stage more for each prefix less
 MOST_PREFIXES = 4  # beside whose sums, or g, a thread has registers for a tile of z
-_LANES = "gl.convert_layout(lanes, LANES, assert_trivial=True)"
 Q, K, G = (
     Argument(name, "*{operands}", block=(f"{side}_BLOCK[0]", f"{side}_BLOCK[1]"), layout="LAYOUT")
     for name, side in (("q", "Q"), ("k", "K"), ("g_of_slabs", "G"))
@@ -44,15 +46,14 @@ def ordinary_block(choice: Choice) -> Block:
 
 
 def stages(choice: Choice) -> int:
-    """Pipeline stages of tiles of queries and keys; 0 where the ordinary kernels stay."""
+    """Pipeline stages of the gradient's tiles of queries and keys; 0 where the ordinary kernels stay.
+
+    Of cosines the tiles of g of each prefix but two take the 32 KiB of one.
+    """
     own = ordinary_block(choice)
-    found = here(choice) and hopper.has_tiles(choice, (own.rows, own.keys))
-    return (COSINE_STAGES if choice.traits.renormalised else STAGES) * found
-
-
-def gradient_stages(choice: Choice) -> int:
-    """As `stages`, of the gradient. Of cosines, tiles of g of each prefix but two take the 32 KiB of one."""
-    return choice.hopper_stages - (len(choice.slabs) - 2) * choice.traits.renormalised
+    if not (here(choice) and hopper.has_tiles(choice, (own.rows, own.keys))):
+        return 0
+    return COSINE_STAGES + MOST_PREFIXES - len(choice.slabs) if choice.traits.renormalised else STAGES
 
 
 def g_tiles(choice: Choice) -> int:
@@ -86,11 +87,14 @@ def values(choice: Choice) -> dict[str, Any]:
     """Names of the template: constants; how slabs lie in stages; and what becomes of g of each half of a tile."""
     walks = walks_of(choice)
     return {
-        "stage_depth": DEPTH, "stages": choice.hopper_stages, "gradient_stages": gradient_stages(choice),
+        "stage_depth": DEPTH, "stages": FORWARD_STAGES, "gradient_stages": choice.hopper_stages,
         "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks,
         "halves": [_half(choice, number) for number in range(2)],
         "key_out": "key_out, " * choice.both_axes,
         "of_keys": "of keys, and " * choice.both_axes,
+        "key_sums": "key_sums, " * choice.both_axes,
+        "about_key_sums": ", those of a column to key_sums" * choice.both_axes,
+        "more_sums": "sums, " * choice.both_axes,
         **_of_prefixes(walks),
         **_of_axes(choice.one_exponential),
         **_of_cosines(choice),
@@ -146,7 +150,7 @@ def _of_axes(both: bool) -> dict[str, str]:
         "g_of_prefix": ("hopper_g_of_queries", "hopper_g_of_both"),
         "next_shares": ("hopper_next_shares_by_row", "hopper_next_shares"),
         "cosines_of_tile": ("hopper_cosines_of_queries", "hopper_cosines_of_both"),
-        "about_shares": ("a: times the factor of its row", "a, ratios: times the factors of their side"),
+        "about_shares": ("", "ratios: times the factors of their keys. "),
         "and_ratios": ("", ", ratios"),
         "and_ratios_of_half": ("", ", ratios.index(2 * prefix + half)"),
     }
@@ -167,20 +171,19 @@ def _of_positives(labels: bool) -> dict[str, str]:
 
 
 def _of_cosines(choice: Choice) -> dict[str, str]:
-    """How kernels of cosines differ. Strips are of smaller blocks. Factors need registers: a thread has few sums of
-    columns."""
+    """How kernels of cosines differ. Strips are of smaller blocks."""
     names = {
         "strip": ("strip", "strip // 2"),
-        "columns_from": ("key0 + ", ""),
-        "first_keys": ("columns, queries, keys", "columns, queries, keys - key0"),
-        "last_keys": ("columns + 64, queries, keys", "columns, queries, keys - key0 - 64"),
+        "of_row": ("", "[:, None]"),
+        "slope_of_rows": ("slope", "row_factors * slope"),
+        "about_slope": ("", " slope: times the factor of each row."),
+        "cosines_of_part": ("parts[part]", "parts[part] * factors[None, :]"),
+        "factors_of_keys": ("", "column_factors, PREFIX: gl.constexpr, "),
         "and_masked": ("", ", MASKED"),
         "times_factors": ("", " * column_factors.index(row).load(LINE)"),
         "and_factors": ("", " and factors"),
         "with_factors": ("", ", factors"),
         "gradient_of_group": ("hopper_gradient_of_products", "hopper_gradient_of_cosines"),
-        "no_sums": ("gl.zeros([32, 64], gl.float32, LANES)", "gl.zeros([4, 64], gl.float32, FOLDED)"),
-        "summed_lanes": tuple(f"lane_sums + {x}, " * choice.both_axes for x in (_LANES, f"folded({_LANES})")),
     }
     return _chosen(names, choice.traits.renormalised)
 
@@ -193,7 +196,9 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     strides, factors = "g_stride slab_stride query_stride", ""
     if choice.traits.renormalised:
         factors, strides = FACTORS, f"{strides} {places(choice)} {RADIAL} MASKED"
-    return hopper.variants(choice, (Q, K, G), strides, factors, hopper.TILE[0] // ordinary_block(choice).rows)
+    row_blocks = hopper.TILE[0] // ordinary_block(choice).rows
+    forward, gradient = hopper.variants(choice, (Q, K, G), strides, factors, row_blocks)
+    return dataclasses.replace(forward, registers="FORWARD_REGISTERS"), gradient
 
 
 FAMILY = Family(
@@ -201,7 +206,7 @@ FAMILY = Family(
     kernels,
     ("panel",),
     wanted=lambda choice: choice.hopper_stages > 0 and bool(choice.slabs),
-    revision=1,
+    revision=2,
     file="hopper_slabs.py",
     arch=hopper.ARCH,
     gluon=hopper.GLUON,

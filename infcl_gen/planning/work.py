@@ -56,12 +56,12 @@ EFFICIENCY = {
 BESIDE_Z = {"second": Rational(45, 100), "guide": Rational(73, 100)}
 # What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
 # kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above. Kernels for
-# Hopper are fitted to their share of whole steps, 67.3 ms in 1 GiB: 15.4 and 25.1. Those of cosines also
-# scale z and add up g z along both axes: by themselves they take 52.4 and 76.3 ms, for Hopper 14.7 and 27.9 where those
-# of products take 13.4 and 20.7. In whole steps they are longer by the same shares: 56.7, 86.7, 16.9 and 33.8.
+# Hopper are fitted to their share of whole steps, 66.2 ms in 1 GiB: 14.3 and 25.1. Those of cosines also
+# scale z and add up g z along both axes: by themselves they take 52.4 and 76.3 ms, in whole steps 56.7 and 86.7. For
+# Hopper they take 14.9 and 33.4 ms of a step.
 PREFIX_END = {
-    "forward": 220, "gradient": 405, "hopper forward": 151, "hopper gradient": 345,
-    "cosines forward": 1070, "cosines gradient": 1690, "hopper cosines forward": 184, "hopper cosines gradient": 531,
+    "forward": 220, "gradient": 405, "hopper forward": 126, "hopper gradient": 345,
+    "cosines forward": 1070, "cosines gradient": 1690, "hopper cosines forward": 140, "hopper cosines gradient": 522,
 }  # fmt: skip
 WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
 COLUMN_LAUNCHES = 400  # of two sums by id: a dozen for each bit of the number of ids

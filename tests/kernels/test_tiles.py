@@ -302,17 +302,18 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
     held = 2 * hopper_slabs.STAGES * hopper_slabs.DEPTH * 256 + 2 * 128 * 128  # features of all stages, tiles of g
     beside = 4 * 128 * (hopper_slabs.MOST_PREFIXES + 1) + 16 * hopper_slabs.STAGES  # shares of keys, ranges, barriers
     assert held + beside <= load_profile("h200").shared_bytes_per_block
-    of_cosines = stages(96, 192, 384, 768, cosines="diagonal")
-    assert of_cosines == stages(32, 200, cosines="diagonal") == hopper_slabs.COSINE_STAGES
-    assert of_cosines == stages(96, 768, sides=1, cosines="label") == stages(96, 768, sides=1, cosines="diagonal")
+    assert stages(96, 192, 384, 768, cosines="diagonal") == hopper_slabs.COSINE_STAGES
+    for positives, sides in (("diagonal", 2), ("label", 1), ("diagonal", 1)):
+        assert stages(96, 768, cosines=positives, sides=sides) == hopper_slabs.COSINE_STAGES + 2
     assert not stages(96, 768, cosines="diagonal", rows=1024)
     beside += 4 * 128 * hopper_slabs.MOST_PREFIXES  # factors of keys
+    held = 2 * hopper_slabs.FORWARD_STAGES * hopper_slabs.DEPTH * 256
+    programs, of_an_sm = hopper_slabs.FORWARD_PROGRAMS, load_profile("h200").shared_bytes_per_block + 1024
+    assert programs * (held + 2 * beside + 1024) <= of_an_sm  # of which each program takes 1 KiB more; and sums of keys
     for prefixes in ((96, 768), (96, 192, 768), (96, 192, 384, 768)):  # g of shorter prefixes waits beside the stages
         slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
-        made_for = dataclasses.replace(
-            special("panel", 768), traits=Traits(slabs=slabs, renormalised=True), hopper_stages=of_cosines
-        )
-        held = 2 * hopper_slabs.gradient_stages(made_for) * hopper_slabs.DEPTH * 256
+        made_for = dataclasses.replace(special("panel", 768), traits=Traits(slabs=slabs, renormalised=True))
+        held = 2 * stages(*prefixes, cosines="diagonal") * hopper_slabs.DEPTH * 256
         held += 2 * 64 * 64 * hopper_slabs.g_tiles(made_for)
         assert held + beside <= load_profile("h200").shared_bytes_per_block < held + beside + 2**15
 
