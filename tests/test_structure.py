@@ -121,8 +121,8 @@ def test_templates_stay_small() -> None:
     queries' own numbers; 340 count and sum any number of positives, whose forward and gradient are their own on the
     CPU; 10 add the mean of all logits; 4 take factors of similarities; 70 make a second sum of each query; 36 take that
     of a row's partner; 308 are of a guide, whose sweep on the CPU and whose sums are their own, 83 of these for sums of
-    both axes; 925 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
-    each, 356 of these on Hopper alone, for one side or both; 394 of their cosines, 258 of these on Hopper, whose
+    both axes; 931 are of prefixes, whose tiles grow by slabs of columns, with statistics and gradients of logits for
+    each, 362 of these on Hopper alone, for one side or both; 394 of their cosines, 258 of these on Hopper, whose
     gradient keeps g in tiles of shared memory and has its own loop, and 30 of these of one side and labels;
     15 are of a number of all positives; 34 leave out pairs
     above a threshold, 52 the same of rows in pairs, and whole blocks; 11 have the sums of columns in a query's term; 20
@@ -133,7 +133,7 @@ def test_templates_stay_small() -> None:
     """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 5870 and pages <= 150
+    assert sum(lines.values()) - pages <= 5876 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -205,7 +205,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 625 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 634 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -213,7 +213,7 @@ def test_the_source_stays_small() -> None:
     its weights, 97 for what refusals offer, 450 for any number of positives, from the formula on, 220 for factors of
     similarities, 260 for a second sum of each query, 145 for the sum of a row's partner, from the formula to
     the peers of bench, 325 for a guide and 266 for its softmaxes of both sides,
-    502 for prefixes from the flag to the gate, 376 for their cosines, likewise, 281 for their kernels on Hopper,
+    502 for prefixes from the flag to the gate, 376 for their cosines, likewise, 290 for their kernels on Hopper,
     116 of these of cosines, 20 of one side,
     65 for strips of hard negatives and what they take,
     50 for numbers at the planned size, 8 for a NaN that a constant slope does not read,
@@ -254,5 +254,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_558, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_567, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_255 and pages <= 850 and step <= 3_571

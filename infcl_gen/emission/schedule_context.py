@@ -284,8 +284,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     for kernel, rows, keys in walked[: 1 + ("gradient" in plan.blocks and not plan.stash)]:
         block = plan.blocks[kernel]
         if plan.hopper_stages:
-            on_one = hopper_slabs.FORWARD_PROGRAMS if plan.slabs and kernel == "forward" else 1
-            programs = on_one * profile.multiprocessors
+            programs = profile.multiprocessors * hopper_slabs.programs(plan, kernel)
         else:
             programs = TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1

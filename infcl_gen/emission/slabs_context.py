@@ -50,7 +50,7 @@ def slabs_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         | {name: share * weight for name, share in shares.items()}
         | {"last_step": f"== {slab.stop}"}
         | {"lane_sums": f"lane_sums_{slab.stop}, " * both, "key_sums": f"sums_{slab.stop}, " * both}
-        | {"factors": f"column_factors, {slab.number}, " * renormalised}
+        | {"factors": f"row_factors, column_factors, {slab.number}, " * renormalised}
         | {"shift": "shift" if renormalised else f"-reference_{slab.stop}"}
         | {"masked_shift": _MASKED_SHIFT.format(slab.stop) if renormalised else ABSENT}
         for slab, weight in zip(plan.slabs, derivation.prefix_weights, strict=True)

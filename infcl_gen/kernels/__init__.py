@@ -63,7 +63,7 @@ def families(choice: Choice) -> tuple[Family, ...]:
 def launched(choice: Choice) -> dict[str, tuple[str, Block]]:
     """By tile the kernel that runs on the device of the choice, and its block: a variant in the place of another."""
     variants = {
-        kernel.replaces: (kernel.name, family.block(choice))
+        kernel.replaces: (kernel.name, family.block(choice, kernel))
         for family in families(choice)
         if family.block is not None
         for kernel in family.kernels(choice)

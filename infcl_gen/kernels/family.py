@@ -204,7 +204,7 @@ class Family:
     gluon: str = ""  # "module:name" that the installed Triton's Gluon must have; "" for kernels in Triton
     values: Callable[[Choice], dict[str, Any]] = lambda choice: {}  # further names in its template
     longest_strip: int = 0  # row blocks that one program walks at most, where an SM runs one program
-    block: Callable[[Choice], Block] | None = None  # of a variant's kernels, for people; None: those that they replace
+    block: Callable[[Choice, Kernel], Block] | None = None  # of a variant's kernel, for people; None: its original's
 
     def templates(self, choice: Choice) -> tuple[str, ...]:
         """The paths of the kernels' templates, each once."""

@@ -52,9 +52,9 @@ def values(choice: Choice) -> dict[str, int]:
     return {"hopper_parts": parts, "hopper_last": last, "hopper_stages": choice.hopper_stages}
 
 
-def block(choice: Choice) -> Block:
+def block(choice: Choice, kernel: Kernel) -> Block:
     """A stage has whole queries, padded to parts of 64 columns; keys stay in shared memory."""
-    return Block(*TILE, 64 * values(choice)["hopper_parts"], ALL_WARPS, choice.hopper_stages)
+    return Block(*TILE, 64 * values(choice)["hopper_parts"], ALL_WARPS, kernel.stages)
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 from infcl_gen.kernels import hopper
 from infcl_gen.kernels.arguments import FACTORS, RADIAL, Argument, Kernel, places
 from infcl_gen.kernels.choice import Block, Choice
-from infcl_gen.kernels.family import Family
+from infcl_gen.kernels.family import REGISTERS, Family
 
 BLOCK = Block(*hopper.TILE, 32, 8, 3)  # of the ordinary kernels, whose tiles a variant has
 DEPTH = 64  # columns of a stage, 128 bytes of a row: copies of 64 bytes take 1.5 times as long
 # Of cosines: 128 x 128 spills 184 to 1 192 bytes a thread of sm_90. A program of the variant takes two, one a group.
 COSINE_BLOCK = Block(hopper.TILE[0] // 2, hopper.TILE[1], 32, 8, 3)
 UNIT = 32  # columns by which prefixes grow
-FORWARD_PROGRAMS = 2  # on a multiprocessor: groups of two programs wait for each other's stages less than those of one
-FORWARD_STAGES = 3  # of 32 KiB each: two programs share 227 KiB
+FORWARDS = 2  # programs of the forward on a multiprocessor, whose groups do not wait for each other's stages
+FORWARD_STAGES = 3  # of 32 KiB each, beside 7 KiB: two programs share 228 KiB
+FORWARD_WARPS = hopper.WARPS + 1  # one group multiplies, and one warp copies tiles
 STAGES = 6  # of the gradient; beside them 35 KiB are left, for tiles of g and what groups tell each other
 COSINE_STAGES = 3  # beside tiles of g of four prefixes, and a stage more for each prefix less
 MOST_PREFIXES = 4  # beside whose sums, or g, a thread has registers for a tile of z
@@ -88,6 +89,7 @@ def values(choice: Choice) -> dict[str, Any]:
     walks = walks_of(choice)
     return {
         "stage_depth": DEPTH, "stages": FORWARD_STAGES, "gradient_stages": choice.hopper_stages,
+        "forward_registers": REGISTERS // (FORWARDS * 32 * 2 * hopper.WARPS),
         "g_tiles": g_tiles(choice), "steps": -(-choice.dim // DEPTH), "walks": walks,
         "halves": [_half(choice, number) for number in range(2)],
         "key_out": "key_out, " * choice.both_axes,
@@ -118,7 +120,7 @@ def _half(choice: Choice, number: int) -> dict[str, Any]:
         for sent, slab in enumerate(choice.slabs[::-1], number * len(choice.slabs))
     ]
     ratios = f", ratios.index(2 * prefix{plus[number]})" * choice.one_exponential
-    own = {"name": name, "number": number, "and_its_ratios": ratios, "first_key": ("key0", "key0 + 64")[number]}
+    own = {"name": name, "and_its_ratios": ratios, "first_key": ("key0", "key0 + 64")[number]}
     return own | {"longest_first": slabs, "shorter": slabs[:0:-1]}
 
 
@@ -150,7 +152,7 @@ def _of_axes(both: bool) -> dict[str, str]:
         "g_of_prefix": ("hopper_g_of_queries", "hopper_g_of_both"),
         "next_shares": ("hopper_next_shares_by_row", "hopper_next_shares"),
         "cosines_of_tile": ("hopper_cosines_of_queries", "hopper_cosines_of_both"),
-        "about_shares": ("", "ratios: times the factors of their keys. "),
+        "about_shares": ("a: times the factor of its row", "a, ratios: times the factors of their side"),
         "and_ratios": ("", ", ratios"),
         "and_ratios_of_half": ("", ", ratios.index(2 * prefix + half)"),
     }
@@ -174,11 +176,8 @@ def _of_cosines(choice: Choice) -> dict[str, str]:
     """How kernels of cosines differ. Strips are of smaller blocks."""
     names = {
         "strip": ("strip", "strip // 2"),
-        "of_row": ("", "[:, None]"),
-        "slope_of_rows": ("slope", "row_factors * slope"),
-        "about_slope": ("", " slope: times the factor of each row."),
-        "cosines_of_part": ("parts[part]", "parts[part] * factors[None, :]"),
-        "factors_of_keys": ("", "column_factors, PREFIX: gl.constexpr, "),
+        "z_of_part": ("parts[part]", "cosines"),
+        "factors_of_pairs": ("", "row_factors, column_factors, PREFIX: gl.constexpr, "),
         "and_masked": ("", ", MASKED"),
         "times_factors": ("", " * column_factors.index(row).load(LINE)"),
         "and_factors": ("", " and factors"),
@@ -198,7 +197,18 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         factors, strides = FACTORS, f"{strides} {places(choice)} {RADIAL} MASKED"
     row_blocks = hopper.TILE[0] // ordinary_block(choice).rows
     forward, gradient = hopper.variants(choice, (Q, K, G), strides, factors, row_blocks)
-    return dataclasses.replace(forward, registers="FORWARD_REGISTERS"), gradient
+    return dataclasses.replace(forward, registers="FORWARD_REGISTERS", stages=FORWARD_STAGES), gradient
+
+
+def block(choice: Choice, kernel: Kernel) -> Block:
+    """The forward of a program has one group of warps."""
+    warps = FORWARD_WARPS if kernel.replaces == "forward" else hopper.ALL_WARPS
+    return Block(*hopper.TILE, DEPTH, warps, kernel.stages)
+
+
+def programs(choice: Choice, kernel: str) -> int:
+    """Programs of "forward" or "gradient" that a multiprocessor runs at once, of any kernels for Hopper."""
+    return FORWARDS if choice.slabs and kernel == "forward" else 1
 
 
 FAMILY = Family(
@@ -211,5 +221,5 @@ FAMILY = Family(
     arch=hopper.ARCH,
     gluon=hopper.GLUON,
     values=values,
-    block=lambda choice: Block(*hopper.TILE, DEPTH, hopper.ALL_WARPS, choice.hopper_stages),
+    block=block,
 )

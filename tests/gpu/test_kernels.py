@@ -196,6 +196,12 @@ def test_solved_batches_and_large_logits(made: Made) -> None:
         checks.large_logits(made, "cuda")
 
 
+@pytest.mark.parametrize("made", grouped([planned("panel", "matryoshka", "bf16", 768), COSINES[0]]))
+def test_solved_batches_of_prefixes(made: Made) -> None:
+    """Kernels for Hopper give positives the terms that entered the sums, too."""
+    checks.solved(made, "cuda")
+
+
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
 def test_every_ragged_size_amid_nan(made: Made) -> None:
     made = dataclasses.replace(made, settings=(*made.settings, ("replay", "off")))  # a graph's buffers are not seen

@@ -308,7 +308,7 @@ def test_where_the_kernels_of_prefixes_for_hopper_are() -> None:
     assert not stages(96, 768, cosines="diagonal", rows=1024)
     beside += 4 * 128 * hopper_slabs.MOST_PREFIXES  # factors of keys
     held = 2 * hopper_slabs.FORWARD_STAGES * hopper_slabs.DEPTH * 256
-    programs, of_an_sm = hopper_slabs.FORWARD_PROGRAMS, load_profile("h200").shared_bytes_per_block + 1024
+    programs, of_an_sm = hopper_slabs.FORWARDS, load_profile("h200").shared_bytes_per_block + 1024
     assert programs * (held + 2 * beside + 1024) <= of_an_sm  # of which each program takes 1 KiB more; and sums of keys
     for prefixes in ((96, 768), (96, 192, 768), (96, 192, 384, 768)):  # g of shorter prefixes waits beside the stages
         slabs = tuple(b - a for a, b in itertools.pairwise((0, *prefixes)))
