@@ -35,8 +35,8 @@ BOARDS = {
     "gfx950": "mi355x",
 }
 # Bytes a thread that a version of Triton spills in the forward kernels of these dimensions, by (major.minor, target,
-# dimension). What it compiles otherwise, and what other versions compile, has no spills, but for three kernels on
-# Hopper. Those of cosines keep numbers around their loop, and one that they read once a prefix; and sums over pairs.
+# dimension). Three kernels on Hopper spill, too. Two of cosines keep numbers around their loop, or one that they read
+# once a prefix; one is of sums over pairs. All else has no spills.
 KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
 SPILLED_BY_COSINES = {"forward_hopper": 16, "gradient_hopper": 8}
 SPILLED_BY_SIZES = 8  # by Triton 3.7, of masked panels: a pointer that each size of logits reads once
