@@ -205,7 +205,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 24 634 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    """Limits to be raised knowingly: 24 635 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
     for frozen sides, 670 for terms that combine sums, 620 for losses of one side from the call to the peers of bench,
     196 for their pairs over ranks, of which one of two computes each, from the table to what it costs; 625 for queries'
@@ -239,7 +239,7 @@ def test_the_source_stays_small() -> None:
     formula has in its author's words, 40 make a formula of its parts as its text does, and say which numbers NaN
     reaches, 29 measure forward alone, 38 print slopes of powers of 2 and the functions that are called, 35 begin a
     gather's rows with the own keys, 57 take small logits apart, also beside masks, and shares of rows into the last
-    kernel, 91 give rows of panels strips of keys, and tiles of their own, 68 take tiny logits
+    kernel, 92 give rows of panels strips of keys, and tiles of their own, 68 take tiny logits
     apart with the size that panels hand on, 5 compare budgets of steps with devices that have a profile;
     50 head the modules of sweeps, of weights and of the device's state, 424 carry messages by copy engines,
     106 judge gradients of own numbers, 26 part bounds of errors from the gate, and keep doubled gradients within
@@ -254,5 +254,5 @@ def test_the_source_stays_small() -> None:
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step - lines[SOURCE / "losses" / "builtin.py"]
-    assert rest <= 25_567, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 25_568, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 1_255 and pages <= 850 and step <= 3_571

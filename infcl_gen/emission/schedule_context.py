@@ -177,13 +177,7 @@ def schedule_context(
         "wide_launch": launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle or plan.traits.second else "m, n = part.q.shape[0], part.k.shape[0]",
-        "merged": _MERGED
-        if triangle
-        else _MERGED_TWICE
-        if plan.traits.second
-        else _MERGED_BY_ROWS
-        if plan.rows
-        else launch["merge"],
+        "merged": _merged(plan) or launch["merge"],
         "second_of_rows": _SECOND_OF_ROWS if plan.traits.second else ABSENT,
         "second_of_columns": _SECOND_OF_COLUMNS if plan.traits.second else ABSENT,
         "whole_on_the_diagonal": _WHOLE_ON_THE_DIAGONAL if triangle else ABSENT,
@@ -238,6 +232,13 @@ if block.diagonal:  # half of the strips are shorter, or empty
 _WHOLE_ON_THE_DIAGONAL = """\
 if part.diagonal:  # panels there are whole
     continue"""
+
+
+def _merged(plan: Plan) -> str:
+    """How a panel's partial sums are merged where `merges_sides` is true; else ""."""
+    if plan.traits.triangle:
+        return _MERGED
+    return _MERGED_TWICE if plan.traits.second else _MERGED_BY_ROWS * plan.rows
 
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:

@@ -181,7 +181,7 @@ class Choices:
         if self._problem.dtype == "fp32":
             return "has kernels for losses over prefixes in bf16 and fp16, not in fp32: give --dtype bf16"
         if self._problem.dtype == "fp16" and self._derivation.traits.renormalised:
-            return "keeps gradients over norms, whose range fp16 lacks: give --dtype bf16"
+            return "has no kernels for cosines in fp16, whose range gradients over norms leave: give --dtype bf16"
         for prefix in self._derivation.prefixes[:-1]:
             if prefix % SLAB_UNIT:
                 below = prefix // SLAB_UNIT * SLAB_UNIT

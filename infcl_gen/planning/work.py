@@ -56,9 +56,9 @@ EFFICIENCY = {
 BESIDE_Z = {"second": Rational(45, 100), "guide": Rational(73, 100)}
 # What the end of each prefix costs, in columns of a product: its sums; or its terms, that also go to memory. Fitted to
 # kernels of 4 prefixes at B = 65 536, D = 768 on an H200: 18.7 and 27.8 ms. One loss has 125 and 205 above. Kernels for
-# Hopper are fitted to their share of whole steps, 66.2 ms in 1 GiB: 14.3 and 25.1. Those of cosines also scale z and add
-# up g z along both axes. By themselves they take 52.4 and 76.3 ms, in whole steps 56.7 and 86.7; for Hopper 15.7 and 33.8
-# of a step.
+# Hopper are fitted to their share of whole steps, 66.2 ms in 1 GiB: 14.3 and 25.1. Those of cosines also scale z and
+# add up g z along both axes. By themselves they take 52.4 and 76.3 ms, in whole steps 56.7 and 86.7; for Hopper 15.7
+# and 33.8 of a step.
 PREFIX_END = {
     "forward": 220, "gradient": 405, "hopper forward": 126, "hopper gradient": 345,
     "cosines forward": 1070, "cosines gradient": 1690, "hopper cosines forward": 157, "hopper cosines gradient": 531,

@@ -204,7 +204,7 @@ def test_prefixes_by_keyword(renormalise: bool) -> None:
                 "dtype": "fp16",
             }
             | {"set": {"strategy": "panel"}},
-            "whose range fp16 lacks: give dtype bf16",
+            "whose range gradients over norms leave: give dtype bf16",
         ),
         ({"prefixes": [2, 8], "loss": "siglip"}, "not for sums over pairs"),
         ({"prefixes": [2, 8], "loss": "ntxent"}, "of two sides"),
