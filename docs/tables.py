@@ -587,7 +587,7 @@ def budgets(rows: Rows) -> str:
     )  # fmt: skip
 
     def line(row: dict[str, Any]) -> Sequence[Any]:
-        start = [row[name] for name in ("loss", "batch", "dim", "dtype", "strategy")]
+        start = [row["loss"] + named(row), *(row[name] for name in ("batch", "dim", "dtype", "strategy"))]
         if row["error"] is not None:
             return [*start, f"no figure: {row['error']}", "", "", "", "", ""]
         sizes = (f"{row[name] / MIB:.1f}" for name in ("budget_bytes", "predicted_peak_bytes", "peak_bytes"))
