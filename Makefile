@@ -58,8 +58,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What is committed of templates: packages, and what their kernels take.
 golden: $(STAMP)
 	$(BIN)/python -m tests.emission.golden
+	$(BIN)/python -m tests.compiled
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

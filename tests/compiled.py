@@ -2,8 +2,8 @@
 
 The same compiler makes the same binary of the same source, so what was read off one is kept: in the build folder, and
 in `compiled.json` beside this file. The nightly tier compiles everything, and fails where `compiled.json` says
-otherwise. After kernels, this project's checks of binaries or triton have changed, CI compiles what it does not know;
-`rm -r build/compiled/used`, `pytest tests/test_aot.py` and `python -m tests.compiled` write what that run has used.
+otherwise. CI compiles what it does not know: those of prefixes in a minute. An edit above a kernel changes its name.
+`python -m tests.compiled`, a part of `make golden`, runs tests/test_aot.py and writes what it has used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,7 +89,15 @@ def _known() -> dict[str, list[Any]]:
     return dict(json.loads(KNOWN.read_text()))
 
 
-if __name__ == "__main__":
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(Path("build/compiled", USED).iterdir())}
+def main() -> None:
+    used = Path("build/compiled", USED)
+    shutil.rmtree(used, ignore_errors=True)
+    tests = Path(__file__).with_name("test_aot.py")
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "2", str(tests)], check=True)
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(used.iterdir())}
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept)}" for name, kept in found.items())
     write_file(KNOWN, f"{{\n{lines}\n}}\n".encode())
+
+
+if __name__ == "__main__":
+    main()
