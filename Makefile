@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 TORCH := $(shell grep '^torch==' requirements.lock)
 # Processes of the suite: one more than the cores of CI, since tests of failures wait for timeouts. Each takes 10 s to
 # collect tests, and more to import torch.
@@ -27,9 +27,9 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
 	  { echo "Python 3.11 or 3.12 is needed; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-compile --constraint requirements.lock $(TORCH)
-	$(PIP) install --quiet --no-compile -r requirements.lock
-	$(PIP) install --quiet --no-compile --no-deps --no-build-isolation --editable .
+	$(INSTALL) --constraint requirements.lock $(TORCH)
+	$(INSTALL) -r requirements.lock
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -c 'import torch'
 	$(BIN)/infcl-gen plan --batch-size 64 --dim 64 --target cpu --json >/dev/null
 	touch $@
